@@ -1,0 +1,34 @@
+"""Errors whose text is meant for the user: what happened with values, why it matters, what to do.
+
+The command line and the chat print these without a traceback; everything else is a bug and keeps its own.
+"""
+
+from __future__ import annotations
+
+
+class DFlashError(Exception):
+    """Base of every error that this package explains to the user."""
+
+
+class UnsupportedTarget(DFlashError):
+    """The target's architecture or one of its cache types has no adapter with an exact rollback."""
+
+
+class IncompatiblePair(DFlashError):
+    """Draft and target do not belong together: sizes, layer ids, vocabulary or tokenizer differ."""
+
+
+class CheckpointError(DFlashError):
+    """A checkpoint or its config is incomplete, has unknown parts, or is damaged."""
+
+
+class FetchError(DFlashError):
+    """A model could not be found or fetched; nothing half-written is left behind."""
+
+
+class KernelUnavailable(DFlashError):
+    """No Metal, or a shape outside the kernel's table; the dispatcher catches it and notes it."""
+
+
+class CacheStateError(DFlashError):
+    """begin/commit/abort came in the wrong order, or a cache cannot be used any more."""
