@@ -1,1 +1,110 @@
-"""TODO"""
+"""The target: a frozen mlx_lm model and how to look inside it, through adapters that own the layer loop.
+
+An adapter calls the model's own modules in the model's own order; it replaces nothing and stores nothing on them.
+`forward` followed by `logits` equals `model(...)` bit for bit, which a parity test checks for every family.
+
+To add a family: one file here with a class under `@register("<mlx_lm.models file name>")`, imported at the end of
+this file, and one row in `tests/families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.errors import UnsupportedTarget
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Facts that a draft has to match."""
+
+    model_type: str
+    n_layers: int
+    hidden_size: int
+    vocab_size: int  # rows of the embedding, padding included
+    dtype: mx.Dtype  # of the activations
+
+
+@dataclass(frozen=True)
+class Forward:
+    """hidden: [B, T, H] before the final norm; features: [B, T, len(taps) * H], or None without taps."""
+
+    hidden: mx.array
+    features: mx.array | None
+
+
+class Target(Protocol):
+    """What the decode loop and the draft need of a model."""
+
+    model: nn.Module
+    spec: TargetSpec
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """[B, T] -> [B, T, H], scaled as the model scales."""
+        ...
+
+    def head(self, normed: mx.array) -> mx.array:
+        """[B, T, H] after a final norm -> [B, T, V]: the raw head, which the draft shares."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[B, T, H] before the final norm -> [B, T, V]."""
+        ...
+
+    def make_entries(self, max_kv_size: int | None = None) -> list:
+        """A fresh list of mlx_lm cache entries, one per layer."""
+        ...
+
+    def forward(self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Forward:
+        """Run [B, T] ids on top of the cache and write their keys and values into it.
+
+        taps: indices of decoder layers whose output (the residual stream after the layer) is returned.
+        """
+        ...
+
+
+_ADAPTERS: dict[str, Callable[[nn.Module], Target]] = {}
+
+
+def register(*names: str) -> Callable[[type], type]:
+    """Serve the models of these `mlx_lm.models` files."""
+
+    def add(cls: type) -> type:
+        _ADAPTERS.update(dict.fromkeys(names, cls))
+        return cls
+
+    return add
+
+
+def supported() -> list[str]:
+    return sorted(_ADAPTERS)
+
+
+def family(model: nn.Module) -> str:
+    """The mlx_lm file that defines the model; unlike `model_type` it does not depend on aliases."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def target_for(model: nn.Module) -> Target:
+    """The adapter of this model.
+
+    Raises:
+        UnsupportedTarget: no adapter; says what was found, what is supported and what to do.
+    """
+    adapter = _ADAPTERS.get(family(model))
+    if adapter is None or not type(model).__module__.startswith("mlx_lm.models."):
+        raise UnsupportedTarget(
+            f"{type(model).__module__}.{type(model).__name__} has no adapter in dflash_mlx (supported mlx_lm model "
+            f"files: {', '.join(supported())}). Without one its layers cannot be read or rolled back exactly. "
+            "Generate with mlx_lm, or add a file to dflash_mlx/targets."
+        )
+    return adapter(model)
+
+
+from dflash_mlx.targets import dense as dense  # noqa: E402  (registers its families)

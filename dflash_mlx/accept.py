@@ -1,0 +1,173 @@
+"""Acceptance: how many draft tokens survive, and which token of the target follows them.
+
+Three deciders, one interface. All are exact: what is emitted is distributed as the target's own decoding, given
+the verifier's logits.
+
+- `Matching` (greedy, and rule B): the target chooses its own token at every row; drafts are kept while they agree.
+- `Rejection` (rule A): a draft sampled from q is kept with probability min(1, p/q); the first failure draws from
+  max(0, p - q). Needs the distribution the draft was really sampled from.
+- `Stepwise`: any mlx_lm sampler and logits processors, applied left to right to exactly the positions and
+  histories that plain decoding would show them; one host read per row.
+
+Sources: Leviathan et al. 2023, algorithm 1; Chen et al. 2023. p is the target's distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+
+from dflash_mlx.proposal import Proposal, Verdict
+from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, log_probs
+
+
+class Decider(Protocol):
+    """Decides a block, and the one-row case that ends prefill."""
+
+    host_reads: int
+
+    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+        """Judge a proposal.
+
+        Args:
+            proposal: K draft tokens after the anchor.
+            logits: [K+1, V], any float dtype; row i predicts the token after slot i, slot 0 is the anchor.
+            position: absolute position of the token that row 0 predicts.
+        """
+        ...
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tokens that became final, in order (the prompt first)."""
+        ...
+
+    def log_probs(self, logits: mx.array, row: int) -> mx.array:
+        """[V]: log-probabilities reported for the token of this row."""
+        ...
+
+
+@dataclass
+class Matching:
+    """Greedy decoding, or sample-and-match (rule B) at a temperature. One host read per block."""
+
+    policy: SamplingPolicy
+    draws: Draws
+    host_reads: int = 0
+
+    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+        _check_rows(proposal, logits)
+        want = _choose(self.policy, self.draws, logits, position)  # [K+1]
+        agree = (proposal.tokens == want[:-1]).astype(mx.int32)
+        kept = mx.cumprod(agree).sum(keepdims=True) if len(proposal) else mx.zeros((1,), mx.int32)
+        count, *tokens = mx.concatenate([kept.astype(mx.int32), want]).tolist()
+        self.host_reads += 1
+        return Verdict(count, tuple(tokens[: count + 1]))
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def log_probs(self, logits: mx.array, row: int) -> mx.array:
+        return log_probs(logits[row])
+
+
+@dataclass
+class Rejection(Matching):
+    """Rejection sampling (rule A) where the proposal carries q, else rule B. One host read per block."""
+
+    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+        if proposal.probs is None or not len(proposal):
+            return super().decide(proposal, logits, position)
+        _check_rows(proposal, logits)
+        drafts, q = proposal.tokens.astype(mx.int32), proposal.probs  # [K], [K, V]
+        p = self.policy.probs(logits)  # [K+1, V]
+        p_draft = mx.take_along_axis(p[:-1], drafts[:, None], axis=-1)[:, 0]
+        q_draft = mx.take_along_axis(q, drafts[:, None], axis=-1)[:, 0]
+        u = self.draws.uniform("accept", position, len(proposal))
+        # A draft that returned NaN has a NaN q: the comparison is false, so it is always rejected.
+        kept = mx.cumprod((u * q_draft < p_draft).astype(mx.int32)).sum(keepdims=True)  # [1]
+        p_next = mx.take(p, kept, axis=0)  # [1, V]
+        q_next = mx.take(mx.concatenate([q, mx.zeros_like(q[:1])]), kept, axis=0)
+        rest = mx.where(mx.isnan(q_next), p_next, mx.maximum(p_next - q_next, 0))
+        rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p == q up to rounding
+        bonus = self.draws.categorical(mx.log(rest), "target", position)
+        count, *tokens = mx.concatenate([kept.astype(mx.int32), drafts, bonus]).tolist()
+        self.host_reads += 1
+        return Verdict(count, (*tokens[:count], tokens[-1]))
+
+
+@dataclass
+class Stepwise:
+    """An opaque sampler and logits processors, called as plain decoding calls them: once per emitted position.
+
+    Stateful processors and samplers that draw from MLX's global state see the same calls in the same order as
+    in mlx_lm's own loop.
+    """
+
+    choose: Callable[[mx.array, int], mx.array]  # ([1, V] log-probabilities, absolute position) -> [1]
+    processors: Sequence[LogitsProcessor] = ()
+    host_reads: int = 0
+    _history: mx.array | None = None
+    _rows: list[mx.array] = field(default_factory=list)
+
+    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+        _check_rows(proposal, logits)
+        drafts: list[int] = []
+        if len(proposal):
+            drafts = proposal.tokens.tolist()
+            self.host_reads += 1
+        self._rows, tokens = [], list[int]()
+        for row in range(len(drafts) + 1):
+            processed = self._process(logits[row : row + 1], tokens)
+            rows = log_probs(processed)
+            tokens.append(int(self.choose(rows, position + row).item()))
+            self.host_reads += 1
+            self._rows.append(rows[0])
+            if row == len(drafts) or tokens[-1] != drafts[row]:
+                break
+        return Verdict(len(tokens) - 1, tuple(tokens))
+
+    def _process(self, logits: mx.array, tokens: list[int]) -> mx.array:
+        if self.processors:
+            history = self._history if self._history is not None else mx.array([], mx.int32)
+            if tokens:
+                history = mx.concatenate([history, mx.array(tokens, history.dtype)])
+            for processor in self.processors:
+                logits = processor(history, logits)
+        return logits
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        if self.processors and tokens:
+            new = mx.array(tokens, mx.int32)
+            self._history = new if self._history is None else mx.concatenate([self._history, new])
+
+    def log_probs(self, logits: mx.array, row: int) -> mx.array:
+        return self._rows[row]
+
+
+def _check_rows(proposal: Proposal, logits: mx.array) -> None:
+    if logits.ndim != 2 or logits.shape[0] != len(proposal) + 1:
+        raise ValueError(f"`logits` has to be [{len(proposal) + 1}, V] for {len(proposal)} draft tokens, got {logits.shape}.")
+
+
+def make_decider(
+    policy: SamplingPolicy | Sampler, processors: Sequence[LogitsProcessor], draws: Draws, *, rule: str = "rejection"
+) -> Decider:
+    """The decider for these arguments; `rule` is "rejection" or "match" and matters only at a temperature."""
+    if not isinstance(policy, SamplingPolicy):
+        sampler = policy
+        return Stepwise(lambda rows, position: sampler(rows), tuple(processors))
+    if processors:
+        return Stepwise(partial(_choose, policy, draws), tuple(processors))
+    if policy.greedy or rule == "match":
+        return Matching(policy, draws)
+    return Rejection(policy, draws)
+
+
+def _choose(policy: SamplingPolicy, draws: Draws, logits: mx.array, position: int) -> mx.array:
+    """[R, V] -> [R] int32: the policy's own token at every row; row i is drawn with the key of `position + i`."""
+    if policy.greedy:
+        return policy.select(logits).astype(mx.int32)
+    return draws.categorical(policy.log_weights(logits), "target", position)

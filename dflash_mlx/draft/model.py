@@ -1,0 +1,149 @@
+"""The DFlash v1 draft: a small decoder that denoises a whole block of masked positions in one forward.
+
+Its keys and values in every layer are [projected, fused target features of all committed positions ; the block's
+own rows]; queries come from the block only. It owns neither embedding nor head: both are the target's.
+Sources: DFlash paper (arXiv 2602.06036) sections 3.1-3.3; tensor names are z-lab's checkpoints'.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from dflash_mlx.config import SLIDING, DraftConfig
+from dflash_mlx.draft.context import DraftContext, FullLayer, SlidingLayer
+from dflash_mlx.draft.rope import make_rope
+
+
+class Attention(nn.Module):
+    """Block rows attend to the context and to each other."""
+
+    def __init__(self, config: DraftConfig, index: int) -> None:
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.n_heads, self.n_kv_heads, self.scale = config.num_heads, config.num_kv_heads, dim**-0.5
+        self.q_proj = nn.Linear(hidden, config.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.rope = make_rope(config)
+        self._causal = config.is_causal(index)
+        self._window = config.sliding_window if config.layer_types[index] == SLIDING else None
+
+    def keys_values(self, x: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """[1, S, H] rows at position.. -> keys, values [1, kv_heads, S, D]."""
+        batch, rows, _ = x.shape
+        keys = self.k_norm(self.k_proj(x).reshape(batch, rows, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
+        values = self.v_proj(x).reshape(batch, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        return self.rope(keys, offset=position), values
+
+    def __call__(self, x: mx.array, context: FullLayer | SlidingLayer, position: int) -> mx.array:
+        """[1, T, H] block rows at position.. -> [1, T, H]."""
+        batch, rows, _ = x.shape
+        queries = self.q_norm(self.q_proj(x).reshape(batch, rows, self.n_heads, -1)).transpose(0, 2, 1, 3)
+        queries = self.rope(queries, offset=position)
+        mask = self._mask(rows, context.rows)
+        keys, values = context.with_block(*self.keys_values(x, position))
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, rows, -1))
+
+    def _mask(self, rows: int, context_rows: int) -> mx.array | None:
+        """[T, context + T] of bool, or None where every row sees everything.
+
+        Row i sees a key iff the key is less than a window before it and, in a causal layer, not after it.
+        """
+        if not self._causal and self._window is None:
+            return None
+        query = mx.arange(context_rows, context_rows + rows)[:, None]
+        key = mx.arange(context_rows + rows)[None]
+        seen = query >= key if self._causal else mx.ones((rows, context_rows + rows), dtype=mx.bool_)
+        return seen if self._window is None else seen & (query - key < self._window)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DraftConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, index)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, context: FullLayer | SlidingLayer, position: int) -> mx.array:
+        h = x + self.self_attn(self.input_layernorm(x), context, position)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class DraftModel(nn.Module):
+    """A DFlash v1 draft.
+
+    name:       where it came from, for messages.
+    block_size: the block to run when the caller does not say (at most `config.block_size`).
+    """
+
+    def __init__(self, config: DraftConfig, name: str = "draft") -> None:
+        super().__init__()
+        self.config = config
+        self.name = name
+        self.block_size = config.block_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [Layer(config, index) for index in range(config.num_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the activations: that of the norms, which are never quantised."""
+        return self.norm.weight.dtype
+
+    def make_context(self, start: int = 0) -> DraftContext:
+        return DraftContext(self.config, start)
+
+    def extend(self, context: DraftContext, features: mx.array) -> None:
+        """Add committed positions.
+
+        Args:
+            features: [1, S, n_taps * H] outputs of the tapped target layers, of positions context.length...
+        """
+        rows = features.shape[1]
+        fused = self.hidden_norm(self.fc(features.astype(self.dtype)))  # [1, S, H]: project, then norm
+        for layer, state in zip(self.layers, context.layers, strict=True):
+            skip = rows - state.rows_for(rows)
+            state.append(*layer.self_attn.keys_values(fused[:, skip:], context.length + skip))
+        context.length += rows
+
+    def denoise(self, embeddings: mx.array, context: DraftContext) -> mx.array:
+        """One forward over a block.
+
+        Args:
+            embeddings: [1, K+1, H] the target's embeddings of [anchor, mask x K]; the anchor is at position
+                context.length.
+        Returns:
+            [1, K, H] after the final norm; row k predicts the token at position context.length + 1 + k.
+        """
+        h = embeddings.astype(self.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            h = h * self.config.input_embedding_scale
+        for layer, state in zip(self.layers, context.layers, strict=True):
+            h = layer(h, state, context.length)
+        return self.norm(h[:, 1:])
+
+    def transform_logits(self, logits: mx.array) -> mx.array:
+        """The draft's own scaling and soft cap on the raw head's output, [.., V]."""
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return mx.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,269 @@
+"""Text generation with mlx_lm's arguments and one response per token: stops, detokenising, statistics.
+
+`stream_generate` and `generate` take what mlx_lm's take and refuse by name what they do not honour. The loop is
+`dflash_mlx.decode`; this file turns its tokens into text. Tokens after a stop never reach the caller, and a reused
+cache holds exactly what was returned, however the caller leaves the generator.
+
+`python -m dflash_mlx.generate` is the command line (`dflash_mlx.cli`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.generate import wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dflash_mlx.decode import Commit, Progress, decode
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.prompt_cache import PromptCache
+from dflash_mlx.request import Request, plan
+from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy
+from dflash_mlx.stats import Stats, Timings
+from dflash_mlx.stops import StopStrings
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """mlx_lm's response with what speculation did.
+
+    `generation_tps` is generation only, (tokens - 1) / (t_last - t_first), and `prompt_tps` the rate of prompt
+    tokens really processed; both 0.0 while unknown, because mlx_lm's fields are floats. `timings` and `stats` are
+    running totals of the request, where unknown is None.
+
+    mode:          what ran: "dflash" or "plain".
+    notes:         fallbacks and facts for the user.
+    cycle:         0 = the token that prefill gave; tokens of one cycle share the number.
+    accepted, drafted: of that cycle.
+    block_size:    anchor + drafts per cycle; 1 for plain decoding.
+    cached_tokens: positions that were already in the cache.
+    """
+
+    mode: str = "plain"
+    notes: tuple[str, ...] = ()
+    cycle: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    block_size: int = 1
+    cached_tokens: int = 0
+    stats: Stats | None = None
+    timings: Timings | None = None
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int = 256,
+    draft_model: DraftModel | None = None,
+    stream: mx.Stream | None = None,
+    *,
+    sampler: Sampler | SamplingPolicy | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: PromptCache | list | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Progress | None = None,
+    num_draft_tokens: int | None = None,
+    block_size: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    mode: str = "auto",
+    rule: str = "rejection",
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+    quantized_kv_start: int | None = None,
+    input_embeddings: mx.array | None = None,
+) -> Iterator[GenerationResponse]:
+    """Generate text, one response per token. mlx_lm's arguments mean what they mean there.
+
+    Args:
+        model, tokenizer, draft_model: as `dflash_mlx.load` returns them.
+        prompt: text or ids, at least one token.
+        max_tokens: 1 or more, or -1 for no limit.
+        sampler: None is greedy. `dflash_mlx.make_sampler(...)` is verified by rejection sampling with one host
+            read per cycle; any other mlx_lm sampler is applied position by position, equally exact.
+        logits_processors: called left to right with the history each position really has.
+        prompt_cache: a `PromptCache`, or an mlx_lm cache list (which holds every returned token afterwards).
+        block_size: anchor + drafts per cycle, 2..the draft's; 1 is plain decoding. `num_draft_tokens` is
+            mlx_lm's name for block_size - 1.
+        stop: strings that end the answer and are not part of it.
+        mode: "auto" speculates where it can pay, "dflash" insists, "plain" does not.
+        rule: "rejection" or "match" at a temperature: two exact rules. "match" gives the same text as plain
+            sampling with the same seed, "rejection" accepts more.
+    Raises:
+        ValueError: an argument is out of range or not honoured; the message names it.
+        DFlashError: the models do not fit together or are not supported.
+    """
+    refused = {
+        "kv_bits": kv_bits,
+        "kv_group_size": kv_group_size,
+        "quantized_kv_start": quantized_kv_start,
+        "input_embeddings": input_embeddings,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"`{name}` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm.")
+    if num_draft_tokens is not None:
+        if block_size is not None:
+            raise ValueError("`num_draft_tokens` and `block_size` say the same thing; pass one of them.")
+        block_size = num_draft_tokens + 1
+    request = plan(
+        model,
+        draft_model,
+        policy=sampler,
+        processors=tuple(logits_processors or ()),
+        prompt_cache=prompt_cache,
+        max_kv_size=max_kv_size,
+        max_tokens=max_tokens,
+        prefill_step_size=prefill_step_size,
+        block_size=block_size,
+        mode=mode,
+        rule=rule,
+    )
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    ids = encode(tokenizer, prompt)
+    request.check_prompt(ids)
+    stops = StopStrings([stop] if isinstance(stop, str) else list(stop or ()))
+    responses = _respond(request, tokenizer, ids, stops, prompt_progress_callback)
+    return _on_stream(stream, responses) if stream is not None else responses
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: str | mx.array | Sequence[int],
+    verbose: bool = False,
+    **kwargs: object,
+) -> str:
+    """The whole answer as text; arguments as in `stream_generate`. `verbose` prints it and the statistics."""
+    text, last = "", None
+    for last in stream_generate(model, tokenizer, prompt, **kwargs):  # type: ignore[arg-type]
+        text += last.text
+        if verbose:
+            print(last.text, end="", flush=True)
+    if verbose and last is not None:
+        from dflash_mlx.report import summary_lines
+
+        print("", *summary_lines(last), sep="\n")
+    return text
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
+    """Prompt ids; special tokens are added to text as mlx_lm adds them (unless it starts with the BOS token)."""
+    if isinstance(prompt, str):
+        add = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=add))
+    if isinstance(prompt, mx.array):
+        return prompt.tolist()  # type: ignore[return-value]
+    return [int(token) for token in prompt]
+
+
+def _respond(
+    request: Request, tokenizer: TokenizerWrapper, ids: list[int], stops: StopStrings, progress: Progress | None
+) -> Iterator[GenerationResponse]:
+    session = request.open()
+    detokenizer = tokenizer.detokenizer
+    template = GenerationResponse(
+        text="",
+        token=-1,
+        logprobs=mx.array([]),
+        from_draft=False,
+        prompt_tokens=len(ids),
+        prompt_tps=0.0,
+        generation_tokens=0,
+        generation_tps=0.0,
+        peak_memory=0.0,
+        mode=request.mode,
+        notes=request.notes,
+        block_size=request.block_size,
+        cached_tokens=session.cache.length,
+        stats=session.stats,
+        timings=session.timings,
+    )
+    eos = frozenset(tokenizer.eos_token_ids)
+    commits = decode(
+        session,
+        ids,
+        max_tokens=request.max_tokens,
+        stop=eos,
+        prefill_step_size=request.prefill_step_size,
+        progress=progress,
+    )
+    try:
+        with wired_limit(request.target.model, [mx.default_stream(mx.default_device())]), closing(commits):
+            for commit in commits:
+                session.timings.mark_burst()
+                for index, token in enumerate(commit.tokens):
+                    session.undelivered -= 1
+                    session.timings.emitted += 1
+                    text = stops.feed(_decode(detokenizer, token, hidden=token in eos))
+                    finish = commit.finish_reason if index == len(commit.tokens) - 1 else None
+                    if finish and stops.matched is None:
+                        text += stops.feed(_flush(detokenizer)) + stops.flush()
+                    if stops.matched is not None:
+                        finish = "stop"
+                    yield _response(template, commit, index, text, finish)
+                    if finish:
+                        return
+    finally:
+        request.close(session)
+
+
+def _decode(detokenizer: object, token: int, *, hidden: bool) -> str:
+    """The text that `token` completes; end markers are not text."""
+    if not hidden:
+        detokenizer.add_token(token)  # type: ignore[attr-defined]
+    return detokenizer.last_segment  # type: ignore[attr-defined]
+
+
+def _flush(detokenizer: object) -> str:
+    detokenizer.finalize()  # type: ignore[attr-defined]
+    return detokenizer.last_segment  # type: ignore[attr-defined]
+
+
+def _response(template: GenerationResponse, commit: Commit, index: int, text: str, finish: str | None) -> GenerationResponse:
+    stats, timings = template.stats, template.timings
+    assert stats is not None and timings is not None
+    return replace(
+        template,
+        text=text,
+        token=commit.tokens[index],
+        logprobs=commit.log_probs[index],
+        from_draft=index < commit.accepted,
+        prompt_tps=timings.prompt_tps or 0.0,
+        generation_tokens=timings.emitted,
+        generation_tps=timings.decode_tps or 0.0,
+        peak_memory=mx.get_peak_memory() / 1e9,
+        finish_reason=finish,
+        cycle=commit.cycle,
+        accepted=commit.accepted,
+        drafted=commit.drafted,
+    )
+
+
+def _on_stream(stream: mx.Stream, responses: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+    """Run every step of the generator on `stream`, and nothing of the caller's."""
+    try:
+        while True:
+            with mx.stream(stream):
+                response = next(responses, None)
+            if response is None:
+                return
+            yield response
+    finally:
+        with mx.stream(stream):
+            responses.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    import sys
+
+    from dflash_mlx.cli import generate_main
+
+    sys.exit(generate_main())

@@ -1,0 +1,55 @@
+"""What a proposer hands the verifier, and what acceptance decides. Plain data, no loop.
+
+Sources: Leviathan et al. 2023 (p = target, q = draft); the block layout is the DFlash paper's (arXiv 2602.06036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for the positions after the anchor.
+
+    tokens: [K] int32, may be lazy; excludes the anchor; K may be 0.
+    probs:  [K, V] float32, the distribution q each token was sampled from; None = point mass (greedy, lookup).
+    source: where the tokens come from, for statistics.
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+    source: str = "block"
+
+    def __len__(self) -> int:
+        return self.tokens.size
+
+    def within(self, vocab_size: int) -> Proposal:
+        """The same proposal with ids that can be embedded: one outside 0..vocab_size-1 becomes id 0.
+
+        Exact without `probs`, where any guess is kept only if the target chose the same id. A token sampled
+        from `probs` [K, V] is in range by construction.
+        """
+        outside = (self.tokens < 0) | (self.tokens >= vocab_size)
+        return Proposal(mx.where(outside, 0, self.tokens), self.probs, self.source)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What acceptance decided; host values only.
+
+    accepted: draft tokens kept, 0..K.
+    tokens:   the accepted prefix and one correction or bonus token.
+    """
+
+    accepted: int
+    tokens: tuple[int, ...]
+
+    def truncate(self, budget: int, stop: Collection[int]) -> Verdict:
+        """Cut to at most `budget` tokens and after the first stop token (which is kept)."""
+        tokens = self.tokens[:budget]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
+        return Verdict(min(self.accepted, end), tokens[:end])

@@ -1,0 +1,246 @@
+"""One request, planned before any model work: arguments checked, what runs decided, fallbacks noted.
+
+`plan` answers "does this draft speculate here, with which block, and if not, why not"; `Request.open` makes the
+session of the decode loop and `Request.close` leaves the caller's cache holding exactly what was returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx import blas
+from dflash_mlx.accept import make_decider
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.decode import UNLIMITED, Session
+from dflash_mlx.draft.checkpoint import check_pair
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.errors import CacheStateError
+from dflash_mlx.prompt_cache import PromptCache
+from dflash_mlx.proposers import NullProposer, Proposer
+from dflash_mlx.proposers.block import BlockProposer
+from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, as_policy
+from dflash_mlx.targets import Target, target_for
+
+MODES = ("auto", "dflash", "plain")
+RULES = ("rejection", "match")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What will run. mode: "dflash" or "plain"; block_size: 1 for plain."""
+
+    target: Target
+    draft: DraftModel | None
+    mode: str
+    notes: tuple[str, ...]
+    block_size: int
+    max_tokens: int
+    prefill_step_size: int
+    policy: SamplingPolicy | Sampler
+    processors: tuple[LogitsProcessor, ...]
+    rule: str
+    prompt_cache: PromptCache | None
+    entries: list | None  # an mlx_lm cache list of the caller's
+    max_kv_size: int | None
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raises ValueError for an empty prompt or an id outside the vocabulary."""
+        if not len(ids):
+            raise ValueError("`prompt` has no tokens. Give at least one; with a chat model, use its chat template.")
+        rows = self.target.spec.vocab_size
+        bad = next((token for token in ids if not 0 <= token < rows), None)
+        if bad is not None:
+            raise ValueError(f"`prompt` holds id {bad}, and the model's ids are 0..{rows - 1}. Is this its tokenizer?")
+
+    def open(self) -> Session:
+        """The session that `decode` runs."""
+        policy = self.policy
+        draws = Draws.for_policy(policy) if isinstance(policy, SamplingPolicy) else Draws(0)
+        decider = make_decider(policy, self.processors, draws, rule=self.rule)
+        if self.prompt_cache is not None:
+            cache, tokens, base = self.prompt_cache.cache, self.prompt_cache.tokens, 0
+        else:
+            entries = self.entries if self.entries is not None else self.target.make_entries(self.max_kv_size)
+            base = _held(entries) if self.entries is not None else 0
+            cache, tokens = TargetCache(entries, base), []
+        return Session(
+            target=self.target,
+            cache=cache,
+            proposer=self._proposer(cache, draws),
+            decider=decider,
+            block_size=self.block_size,
+            tokens=tokens,
+            base=base,
+        )
+
+    def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
+        if self.draft is None:
+            return NullProposer()
+        context = self.prompt_cache.context_in_step() if self.prompt_cache else None
+        if context is None:
+            context = self.draft.make_context(cache.length)
+        policy = self.policy
+        samples = (
+            isinstance(policy, SamplingPolicy) and not policy.greedy and not self.processors and self.rule == "rejection"
+        )
+        return BlockProposer(
+            self.draft, self.target, context, policy if samples else None, draws if samples else None  # type: ignore[arg-type]
+        )
+
+    def close(self, session: Session) -> None:
+        """However the request ended: drop what was not delivered, leave nothing lazy in a cache that is kept."""
+        session.retract()
+        if session.cache.closed is not None:
+            return
+        if self.entries is not None and session.tokens:
+            session.settle()
+        elif self.prompt_cache is not None:
+            session.evaluate()
+
+
+def plan(
+    model: nn.Module,
+    draft: DraftModel | None,
+    *,
+    policy: SamplingPolicy | Sampler | None,
+    processors: tuple[LogitsProcessor, ...],
+    prompt_cache: PromptCache | list | None,
+    max_kv_size: int | None,
+    max_tokens: int,
+    prefill_step_size: int,
+    block_size: int | None,
+    mode: str,
+    rule: str,
+) -> Request:
+    """Check the arguments and decide what runs.
+
+    Raises:
+        ValueError: an argument is out of range; names it, the legal range and the value.
+        UnsupportedTarget, IncompatiblePair, CacheStateError: as they say.
+    """
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {max_tokens}.")
+    if prefill_step_size < 1:
+        raise ValueError(f"`prefill_step_size` has to be 1 or more, got {prefill_step_size}.")
+    if mode not in MODES:
+        raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {mode!r}.")
+    if rule not in RULES:
+        raise ValueError(f"`rule` has to be one of {', '.join(RULES)}, got {rule!r}.")
+    if draft is not None and not isinstance(draft, DraftModel):
+        raise ValueError(
+            f"`draft_model` is a {type(draft).__name__}, not a DFlash draft. A DFlash draft comes from "
+            "dflash_mlx.load(..., draft=...); an ordinary language model as draft is what mlx_lm's own "
+            "stream_generate takes."
+        )
+    target = target_for(model)
+    if draft is not None:
+        check_pair(draft, target, target.spec.model_type)
+    held, entries = _check_cache(prompt_cache, model, draft, len(model.layers))
+    reason = _why_plain(draft, mode, block_size, target.spec.dtype)
+    if reason and mode == "dflash":
+        raise ValueError(f"`mode` is 'dflash', but {reason}")
+    speculates = draft is not None and reason is None
+    if speculates and max_kv_size is not None:
+        raise ValueError("`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out.")
+    notes = [blas.status().note] if blas.status().active else []
+    if draft is not None and reason is not None and mode == "auto":
+        notes.append(f"plain decoding: {reason}")
+    if speculates and _unseen(held, entries):
+        notes.append(
+            "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
+            "dflash_mlx.make_prompt_cache(model, draft_model) and speculate in every request to it"
+        )
+    return Request(
+        target=target,
+        draft=draft if speculates else None,
+        mode="dflash" if speculates else "plain",
+        notes=tuple(notes),
+        block_size=_block(draft, block_size) if speculates and draft else 1,
+        max_tokens=UNLIMITED if max_tokens == -1 else max_tokens,
+        prefill_step_size=prefill_step_size,
+        policy=as_policy(policy),
+        processors=processors,
+        rule=rule,
+        prompt_cache=held,
+        entries=entries,
+        max_kv_size=max_kv_size,
+    )
+
+
+def _why_plain(draft: DraftModel | None, mode: str, block_size: int | None, dtype: mx.Dtype) -> str | None:
+    """Why this request does not speculate, or None."""
+    if draft is None:
+        return "no `draft_model` was given."
+    if mode == "plain":
+        return "`mode` is 'plain'."
+    if block_size == 1:
+        return "`block_size` is 1, which leaves no room for a draft."
+    if mode == "auto" and mx.default_device() == mx.cpu:
+        return _why_not_on_cpu(dtype)
+    return None
+
+
+def _why_not_on_cpu(dtype: mx.Dtype) -> str | None:
+    """On a CPU a block is cheaper than its tokens one by one only in float32 with a real BLAS (bench/demo.py)."""
+    if dtype != mx.float32:
+        return (
+            f"the target runs in {str(dtype).removeprefix('mlx.core.')} on a CPU, where every drafted token costs as "
+            "much as a decoded one. Load with dtype='float32', or pass mode='dflash' to speculate anyway."
+        )
+    if not blas.status().fast:
+        return (
+            "MLX runs on a CPU with a reference BLAS, where every drafted token costs as much as a decoded one. Load "
+            "with blas='auto', or pass mode='dflash' to speculate anyway."
+        )
+    return None
+
+
+def _block(draft: DraftModel, block_size: int | None) -> int:
+    trained = draft.config.block_size
+    if block_size is None:
+        return draft.block_size
+    if not 2 <= block_size <= trained:
+        raise ValueError(
+            f"`block_size` has to be in 2..{trained} (1 is plain decoding; {draft.name} was trained with {trained}), "
+            f"got {block_size}."
+        )
+    return block_size
+
+
+def _check_cache(
+    prompt_cache: PromptCache | list | None, model: nn.Module, draft: DraftModel | None, layers: int
+) -> tuple[PromptCache | None, list | None]:
+    if prompt_cache is None:
+        return None, None
+    if isinstance(prompt_cache, PromptCache):
+        if prompt_cache.target.model is not model or (draft is not None and prompt_cache.draft is not draft):
+            raise ValueError(
+                "`prompt_cache` was made for other models. Make one with make_prompt_cache(model, draft_model) and "
+                "use it with those two only."
+            )
+        if prompt_cache.cache.closed is not None:
+            raise CacheStateError(prompt_cache.cache.closed)
+        return prompt_cache, None
+    if len(prompt_cache) != layers:
+        raise ValueError(
+            f"`prompt_cache` has {len(prompt_cache)} entries and the model {layers} layers. A list for an "
+            "autoregressive draft does not fit; use make_prompt_cache(model, draft_model) of dflash_mlx."
+        )
+    return None, prompt_cache
+
+
+def _unseen(held: PromptCache | None, entries: list | None) -> bool:
+    """Whether the cache holds positions whose features the draft was never given."""
+    if held is not None:
+        context = held.context_in_step()
+        return context is not None and context.start > 0
+    return entries is not None and _held(entries) > 0
+
+
+def _held(entries: list) -> int:
+    """Positions that an mlx_lm cache list holds."""
+    return int(entries[0].offset)

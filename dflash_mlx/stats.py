@@ -1,0 +1,111 @@
+"""Counts and clocks of one request, with the field's published definitions.
+
+Counts are pooled over cycles and additive across requests. Unknown is None, never zero or infinity.
+Sources: vLLM and NVIDIA AIPerf (mean acceptance length = 1 + accepted / steps, draft acceptance rate =
+accepted / drafted). A rate needs two tokens: decode_tps = (emitted - 1) / (t_last - t_first), where t_first is the
+emission of the token that prefill gave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """What the cycles did. Everything is counted after truncation, so it describes what the caller received."""
+
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0  # the prefill token included
+    host_syncs: int = 0  # device-to-host reads after prefill
+    histogram: Counter[int] = field(default_factory=Counter)  # accepted drafts per cycle -> cycles
+
+    def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
+        self.cycles += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        self.histogram[accepted] += 1
+
+    def retract(self, *, accepted: int, kept: int, emitted: int) -> None:
+        """The last cycle delivered fewer tokens than it made: `accepted` drafts became `kept`."""
+        self.accepted -= accepted - kept
+        self.emitted -= emitted
+        self.histogram[accepted] -= 1
+        if not self.histogram[accepted]:
+            del self.histogram[accepted]
+        self.histogram[kept] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per cycle, the correction or bonus included; 1 for plain decoding."""
+        return 1 + self.accepted / self.cycles if self.cycles else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+
+@dataclass
+class Timings:
+    """Clocks of one request in seconds of `perf_counter`, started when it is made."""
+
+    prompt_tokens: int = 0  # processed by this request, cached ones excluded
+    emitted: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    start: float = 0.0
+    prefilled: float | None = None  # target prefill done and first token known
+    first: float | None = None  # first token emitted
+    last: float | None = None  # latest token emitted
+    cycle_s: list[float] = field(default_factory=list)  # gaps between visible bursts
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    def mark_prefilled(self) -> None:
+        self.prefilled = self.clock()
+
+    def mark_burst(self) -> None:
+        """The tokens of a commit become visible now; the caller counts them in `emitted` one by one."""
+        now = self.clock()
+        if self.first is None:
+            self.first = now
+        elif self.last is not None:
+            self.cycle_s.append(now - self.last)
+        self.last = now
+
+    @property
+    def prefill_s(self) -> float | None:
+        return None if self.prefilled is None else self.prefilled - self.start
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first is None else self.first - self.start
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last one; the draft's share is inside."""
+        return None if self.first is None or self.last is None else self.last - self.first
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.last is None else self.last - self.start
+
+    @property
+    def prompt_tps(self) -> float | None:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tps(self) -> float | None:
+        """Generation only."""
+        return (self.emitted - 1) / self.decode_s if self.decode_s and self.emitted > 1 else None
+
+    @property
+    def request_tps(self) -> float | None:
+        """Prefill included."""
+        return self.emitted / self.total_s if self.total_s and self.emitted > 1 else None

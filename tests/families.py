@@ -1,0 +1,156 @@
+"""Tiny random targets of real architectures: one row per family, and the generic tests apply to it.
+
+Weights are widened so that greedy text does not settle into a loop; `reference` asserts that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.generate import generate_step
+
+VOCAB = 257
+
+
+@dataclass(frozen=True)
+class Family:
+    """module: mlx_lm.models file; config: what its ModelArgs need; window: of its sliding layers."""
+
+    name: str
+    module: str
+    config: dict
+    window: int | None = None
+
+
+_BASE = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    vocab_size=VOCAB,
+    rms_norm_eps=1e-5,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rope_theta=1000.0,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
+_HEAD = dict(head_dim=16)
+_MOE = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+    moe_intermediate_size=64,
+    norm_topk_prob=True,
+)
+
+FAMILIES = (
+    Family("llama", "llama", dict(_BASE, model_type="llama")),
+    Family("llama-tied", "llama", dict(_BASE, model_type="llama", tie_word_embeddings=True)),
+    Family(
+        "llama-sliding",
+        "llama",
+        dict(_BASE, model_type="llama", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=16),
+        window=16,
+    ),
+    Family("qwen2", "qwen2", dict(_BASE, model_type="qwen2")),
+    Family("qwen3", "qwen3", {**_BASE, **_HEAD, "model_type": "qwen3"}),
+    Family("qwen3_moe", "qwen3_moe", {**_BASE, **_HEAD, **_MOE, "model_type": "qwen3_moe"}),
+)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def build(family: Family, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
+    """A fresh model with deterministic weights."""
+    module = importlib.import_module(f"mlx_lm.models.{family.module}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(family.config))
+    model.update(tree_map_with_path(lambda key, a: a * 4 if a.ndim >= 2 else a, model.parameters()))
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+@lru_cache(maxsize=32)
+def tiny(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """The shared instance; tests do not change it."""
+    return build(BY_NAME[name], dtype)
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCAB) for i in range(length)]
+
+
+@lru_cache(maxsize=256)
+def _reference(name: str, dtype: mx.Dtype, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    steps = generate_step(mx.array(prompt), tiny(name, dtype), max_tokens=count)
+    return tuple(token for token, _ in steps)
+
+
+def reference(name: str, prompt: Sequence[int], count: int, dtype: mx.Dtype = mx.float32) -> list[int]:
+    """Greedy tokens of mlx_lm's own loop; long ones must not be a short loop, or parity would prove little."""
+    tokens = list(_reference(name, dtype, tuple(prompt), count))
+    if count >= 60:
+        assert len(set(tokens)) >= 15, f"{name}: the baseline repeats itself ({len(set(tokens))} distinct of {count})"
+    return tokens
+
+
+Depth = int | str
+Script = Sequence[Depth]
+
+
+class ScriptedProposer:
+    """Knows the true continuation and makes its first mistake at a scripted depth of each cycle.
+
+    truth: the target's own tokens after the prompt. script: per cycle the index of the first wrong draft, "all"
+    for none, "empty" for no proposal at all.
+    """
+
+    def __init__(self, truth: Sequence[int], script: Script, taps: tuple[int, ...] = (), vocab: int = VOCAB) -> None:
+        self.truth, self.script, self.taps, self.vocab = list(truth), list(script), taps, vocab
+        self.cycle = 0
+        self.offset: int | None = None  # position of truth[0]
+        self.observed: list[mx.array] = []
+
+    def propose(self, anchor: int, limit: int, position: int):
+        from dflash_mlx.proposal import Proposal
+
+        if self.offset is None:
+            self.offset = position - 1
+        depth = self.script[self.cycle % len(self.script)]
+        self.cycle += 1
+        start = position - self.offset
+        tokens = [] if depth == "empty" else self.truth[start : start + limit]
+        if isinstance(depth, int) and depth < len(tokens):
+            tokens[depth] = (tokens[depth] + 1) % self.vocab
+        return Proposal(mx.array(tokens, dtype=mx.int32), source="scripted")
+
+    def observe(self, features) -> None:
+        if features is not None:
+            self.observed.append(features)
+
+    def forget(self, count: int) -> None:
+        if self.taps and count:
+            rows = mx.concatenate(self.observed, axis=1)
+            self.observed = [rows[:, : rows.shape[1] - count]]
+
+    def evaluate(self) -> None:
+        mx.eval(self.observed)
+
+
+SCRIPTS: dict[str, Script] = {
+    "none": [0],
+    "all": ["all"],
+    "one": [1],
+    "mixed": [2, 0, 3],
+    "all-none": ["all", 0],
+    "wide": [1, "all", 2, "empty", 5, 0, 14, "empty"],
+}
