@@ -50,20 +50,30 @@ class Decider(Protocol):
 
 
 @dataclass
-class Matching:
+class _Reader:
+    """Counts what is read from the device."""
+
+    host_reads: int = field(default=0, kw_only=True)
+
+    def read(self, values: mx.array) -> list[int]:
+        """[n] integers on the host: one synchronisation."""
+        self.host_reads += 1
+        return values.tolist()  # type: ignore[return-value]
+
+
+@dataclass
+class Matching(_Reader):
     """Greedy decoding, or sample-and-match (rule B) at a temperature. One host read per block."""
 
     policy: SamplingPolicy
     draws: Draws
-    host_reads: int = 0
 
     def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
         _check_rows(proposal, logits)
         want = _choose(self.policy, self.draws, logits, position)  # [K+1]
         agree = (proposal.tokens == want[:-1]).astype(mx.int32)
         kept = mx.cumprod(agree).sum(keepdims=True) if len(proposal) else mx.zeros((1,), mx.int32)
-        count, *tokens = mx.concatenate([kept.astype(mx.int32), want]).tolist()
-        self.host_reads += 1
+        count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), want]))
         return Verdict(count, tuple(tokens[: count + 1]))
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -93,13 +103,12 @@ class Rejection(Matching):
         rest = mx.where(mx.isnan(q_next), p_next, mx.maximum(p_next - q_next, 0))
         rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p == q up to rounding
         bonus = self.draws.categorical(mx.log(rest), "target", position)
-        count, *tokens = mx.concatenate([kept.astype(mx.int32), drafts, bonus]).tolist()
-        self.host_reads += 1
+        count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), drafts, bonus]))
         return Verdict(count, (*tokens[:count], tokens[-1]))
 
 
 @dataclass
-class Stepwise:
+class Stepwise(_Reader):
     """An opaque sampler and logits processors, called as plain decoding calls them: once per emitted position.
 
     Stateful processors and samplers that draw from MLX's global state see the same calls in the same order as
@@ -108,22 +117,17 @@ class Stepwise:
 
     choose: Callable[[mx.array, int], mx.array]  # ([1, V] log-probabilities, absolute position) -> [1]
     processors: Sequence[LogitsProcessor] = ()
-    host_reads: int = 0
     _history: mx.array | None = None
     _rows: list[mx.array] = field(default_factory=list)
 
     def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
         _check_rows(proposal, logits)
-        drafts: list[int] = []
-        if len(proposal):
-            drafts = proposal.tokens.tolist()
-            self.host_reads += 1
+        drafts = self.read(proposal.tokens) if len(proposal) else []
         self._rows, tokens = [], list[int]()
         for row in range(len(drafts) + 1):
             processed = self._process(logits[row : row + 1], tokens)
             rows = log_probs(processed)
-            tokens.append(int(self.choose(rows, position + row).item()))
-            self.host_reads += 1
+            tokens += self.read(self.choose(rows, position + row))
             self._rows.append(rows[0])
             if row == len(drafts) or tokens[-1] != drafts[row]:
                 break
@@ -140,7 +144,7 @@ class Stepwise:
 
     def observe(self, tokens: Sequence[int]) -> None:
         if self.processors and tokens:
-            new = mx.array(tokens, mx.int32)
+            new = mx.array(list(tokens), mx.int32)
             self._history = new if self._history is None else mx.concatenate([self._history, new])
 
     def log_probs(self, logits: mx.array, row: int) -> mx.array:
@@ -149,11 +153,17 @@ class Stepwise:
 
 def _check_rows(proposal: Proposal, logits: mx.array) -> None:
     if logits.ndim != 2 or logits.shape[0] != len(proposal) + 1:
-        raise ValueError(f"`logits` has to be [{len(proposal) + 1}, V] for {len(proposal)} draft tokens, got {logits.shape}.")
+        raise ValueError(
+            f"`logits` has to be [{len(proposal) + 1}, V] for {len(proposal)} draft tokens, got {logits.shape}."
+        )
 
 
 def make_decider(
-    policy: SamplingPolicy | Sampler, processors: Sequence[LogitsProcessor], draws: Draws, *, rule: str = "rejection"
+    policy: SamplingPolicy | Sampler,
+    processors: Sequence[LogitsProcessor],
+    draws: Draws,
+    *,
+    rule: str = "rejection",
 ) -> Decider:
     """The decider for these arguments; `rule` is "rejection" or "match" and matters only at a temperature."""
     if not isinstance(policy, SamplingPolicy):

@@ -1,10 +1,11 @@
 """A real BLAS for mlx's Linux CPU wheel.
 
-The wheel links a reference BLAS: a block of 6 tokens costs 590 ms there and 131 ms with OpenBLAS on one core, against 122
-and 92 ms for one token (SmolLM2-135M float32, 2 vCPU Xeon, 2026-11-29), so without it speculation cannot pay.
-`bind()` points libmlx.so's three CBLAS pointers at an OpenBLAS of this machine, checks products against numpy, and takes
-it back if they are wrong; `release()` restores the pointers. On macOS, with a GPU, or where mlx has a real BLAS already
-it says so and touches nothing. The binding is the process's, not a model's. Reads no environment variables.
+The wheel links a reference BLAS: a block of 6 tokens costs 590 ms there and 131 ms with OpenBLAS on one core,
+against 122 and 92 ms for one token (SmolLM2-135M float32, 2 vCPU Xeon, 2026-11-29), so without it speculation
+cannot pay. `bind()` points libmlx.so's three CBLAS pointers at an OpenBLAS of this machine, checks products
+against numpy, and takes it back if they are wrong; `release()` restores the pointers. On macOS, with a GPU,
+or where mlx has a real BLAS already it says so and touches nothing. The binding is the process's, not a
+model's. Reads no environment variables.
 """
 
 from __future__ import annotations

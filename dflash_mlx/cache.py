@@ -11,6 +11,7 @@ an entry is decided by its type; a type with no exact rollback is refused by nam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -62,6 +63,16 @@ class AppendState:
         return True
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """A checkpoint of a ring by reference; without arrays, only its place."""
+
+    offset: int
+    index: int
+    keys: mx.array | None = None
+    values: mx.array | None = None
+
+
 class WindowState:
     """A sliding window: mlx_lm's `RotatingKVCache`, whose own `trim` is wrong once the ring has wrapped.
 
@@ -72,33 +83,33 @@ class WindowState:
 
     def __init__(self, entry: RotatingKVCache) -> None:
         self.entry = entry
-        self._before: tuple[mx.array | None, mx.array | None, int, int] = (None, None, entry.offset, entry._idx)
+        self._before = _Ring(entry.offset, entry._idx)
 
     def begin(self, width: int) -> None:
         e = self.entry
-        self._before = (e.keys, e.values, e.offset, e._idx) if width > 1 else (None, None, e.offset, e._idx)
+        arrays = (e.keys, e.values) if width > 1 else (None, None)
+        self._before = _Ring(e.offset, e._idx, *arrays)
 
     def keep(self, count: int) -> None:
-        e = self.entry
-        drop = e.offset - self._before[2] - count
-        if drop:
+        e, before = self.entry, self._before
+        drop = e.offset - before.offset - count
+        if drop and e.keys is not None and e.values is not None:
             rows = e.keys.shape[2] - drop
             e.keys, e.values = e.keys[..., :rows, :], e.values[..., :rows, :]
             e.offset -= drop
             e._idx = rows
-        self._before = (None, None, *self._before[2:])  # free the old ring
+        self._before = _Ring(before.offset, before.index)  # frees the old ring
 
     def abort(self) -> None:
-        e = self.entry
-        keys, values, offset, index = self._before
-        if e.offset == offset and e._idx == index:
+        e, before = self.entry, self._before
+        if e.offset == before.offset:
             return  # the forward never reached this layer
-        if keys is None and offset > 0:
+        if before.keys is None and before.offset > 0:
             raise CacheStateError(
                 "A sliding-window layer was overwritten in place and cannot be undone, so this cache cannot be "
                 "used any more. Start again with a fresh cache."
             )
-        e.keys, e.values, e.offset, e._idx = keys, values, offset, index
+        e.keys, e.values, e.offset, e._idx = before.keys, before.values, before.offset, before.index
 
     def trim_to(self, length: int) -> bool:
         e = self.entry
@@ -188,7 +199,7 @@ class TargetCache:
     def trim_to(self, length: int) -> bool:
         """Keep the first `length` positions. False if some layer cannot; the cache is then closed."""
         self._check(open=False)
-        if not all([state.trim_to(length) for state in self._states]):
+        if not all([state.trim_to(length) for state in self._states]):  # noqa: C419  (every layer is cut)
             self._closed = f"The cache could not be cut back to {length} positions."
             return False
         self.length, self._kept = length, 0

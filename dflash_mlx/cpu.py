@@ -1,9 +1,10 @@
 """Making sure that `mx.compile` works on the CPU backend.
 
-mlx-lm's layers are compiled functions. On Linux mlx builds them with g++ into the temporary folder; without g++ it runs
-them uncompiled by itself, but an incomplete g++ or a temporary folder that forbids execution ends every forward pass with
-a RuntimeError (mlx 0.32.4). Uncompiled costs nothing measurable: SmolLM2-135M in float32, 2 vCPU Xeon, OpenBLAS one
-thread, 2026-11-29, A B B A of 20 steps each: 91/90/90/92 ms per token, 131/132/131/128 ms per block of 6.
+mlx-lm's layers are compiled functions. On Linux mlx builds them with g++ into the temporary folder; without
+g++ it runs them uncompiled by itself, but an incomplete g++ or a temporary folder that forbids execution ends
+every forward pass with a RuntimeError (mlx 0.32.4). Uncompiled costs nothing measurable: SmolLM2-135M in
+float32, 2 vCPU Xeon, OpenBLAS one thread, 2026-11-29, A B B A of 20 steps each: 91/90/90/92 ms per token,
+131/132/131/128 ms per block of 6.
 """
 
 from __future__ import annotations

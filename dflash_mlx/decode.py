@@ -11,7 +11,7 @@ the budget or a stop token first, commit second, yield third: nothing beyond the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -122,7 +122,7 @@ def decode(
     stop: Collection[int] = (),
     prefill_step_size: int = 2048,
     progress: Progress | None = None,
-) -> Iterator[Commit]:
+) -> Generator[Commit]:
     """Generate after `prompt`, one Commit per cycle, until a stop token or `max_tokens`.
 
     Args:

@@ -1,9 +1,9 @@
 """Where a loaded shared library keeps its pointers to imported functions, and writing one of them.
 
-A call from libmlx.so to `cblas_sgemm` goes through a pointer (a GOT slot) that the dynamic linker fills. `import_slots`
-finds these slots for a library in this process, from the file's dynamic section and /proc/self/maps; `write_slot` stores
-another address there and leaves the page's protection as it was. 64-bit little-endian ELF on Linux only; anything else
-raises LayoutError and nothing has been touched.
+A call from libmlx.so to `cblas_sgemm` goes through a pointer (a GOT slot) that the dynamic linker fills.
+`import_slots` finds these slots for a library in this process, from the file's dynamic section and
+/proc/self/maps; `write_slot` stores another address there and leaves the page's protection as it was. 64-bit
+little-endian ELF on Linux only; anything else raises LayoutError and nothing has been touched.
 
 Sources: System V ABI (gABI) chapter 5 and its x86-64 and aarch64 supplements.
 """

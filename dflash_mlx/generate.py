@@ -9,7 +9,14 @@ cache holds exactly what was returned, however the caller leaves the generator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+if __name__ == "__main__":  # before MLX is imported, so that --help answers at once
+    import sys
+
+    from dflash_mlx.cli import generate_main
+
+    sys.exit(generate_main())
+
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -17,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from dflash_mlx.decode import Commit, Progress, decode
 from dflash_mlx.draft.model import DraftModel
@@ -78,7 +85,7 @@ def stream_generate(
     kv_group_size: int | None = None,
     quantized_kv_start: int | None = None,
     input_embeddings: mx.array | None = None,
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse]:
     """Generate text, one response per token. mlx_lm's arguments mean what they mean there.
 
     Args:
@@ -107,7 +114,9 @@ def stream_generate(
     }
     for name, value in refused.items():
         if value is not None:
-            raise ValueError(f"`{name}` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm.")
+            raise ValueError(
+                f"`{name}` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm."
+            )
     if num_draft_tokens is not None:
         if block_size is not None:
             raise ValueError("`num_draft_tokens` and `block_size` say the same thing; pass one of them.")
@@ -165,8 +174,12 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
 
 
 def _respond(
-    request: Request, tokenizer: TokenizerWrapper, ids: list[int], stops: StopStrings, progress: Progress | None
-) -> Iterator[GenerationResponse]:
+    request: Request,
+    tokenizer: TokenizerWrapper,
+    ids: list[int],
+    stops: StopStrings,
+    progress: Progress | None,
+) -> Generator[GenerationResponse]:
     session = request.open()
     detokenizer = tokenizer.detokenizer
     template = GenerationResponse(
@@ -215,19 +228,21 @@ def _respond(
         request.close(session)
 
 
-def _decode(detokenizer: object, token: int, *, hidden: bool) -> str:
+def _decode(detokenizer: StreamingDetokenizer, token: int, *, hidden: bool) -> str:
     """The text that `token` completes; end markers are not text."""
     if not hidden:
-        detokenizer.add_token(token)  # type: ignore[attr-defined]
-    return detokenizer.last_segment  # type: ignore[attr-defined]
+        detokenizer.add_token(token)
+    return detokenizer.last_segment
 
 
-def _flush(detokenizer: object) -> str:
-    detokenizer.finalize()  # type: ignore[attr-defined]
-    return detokenizer.last_segment  # type: ignore[attr-defined]
+def _flush(detokenizer: StreamingDetokenizer) -> str:
+    detokenizer.finalize()
+    return detokenizer.last_segment
 
 
-def _response(template: GenerationResponse, commit: Commit, index: int, text: str, finish: str | None) -> GenerationResponse:
+def _response(
+    template: GenerationResponse, commit: Commit, index: int, text: str, finish: str | None
+) -> GenerationResponse:
     stats, timings = template.stats, template.timings
     assert stats is not None and timings is not None
     return replace(
@@ -247,7 +262,7 @@ def _response(template: GenerationResponse, commit: Commit, index: int, text: st
     )
 
 
-def _on_stream(stream: mx.Stream, responses: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+def _on_stream(stream: mx.Stream, responses: Generator[GenerationResponse]) -> Generator[GenerationResponse]:
     """Run every step of the generator on `stream`, and nothing of the caller's."""
     try:
         while True:
@@ -258,12 +273,5 @@ def _on_stream(stream: mx.Stream, responses: Iterator[GenerationResponse]) -> It
             yield response
     finally:
         with mx.stream(stream):
-            responses.close()  # type: ignore[attr-defined]
+            responses.close()
 
-
-if __name__ == "__main__":
-    import sys
-
-    from dflash_mlx.cli import generate_main
-
-    sys.exit(generate_main())

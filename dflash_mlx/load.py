@@ -79,7 +79,9 @@ def load(
     _prepare_cpu(blas)
     tell(f"Loading {path_or_hf_repo}", None)
     if path_or_hf_repo == registry.DEMO:
-        folder = demo.target_folder(gguf=gguf and Path(gguf), cache_dir=cache_dir and Path(cache_dir), progress=progress)
+        folder = demo.target_folder(
+            gguf=gguf and Path(gguf), cache_dir=cache_dir and Path(cache_dir), progress=progress
+        )
         model, config = demo.load_target(folder, dtype or _demo_dtype())
     else:
         if dtype == "packed":
@@ -160,7 +162,12 @@ def _load_model(folder: Path, name: str, model_config: dict[str, Any] | None, la
 
 
 def _load_draft(
-    draft: str | None, target_name: str, revision: str | None, model: nn.Module, tokenizer: TokenizerWrapper, tell: Progress
+    draft: str | None,
+    target_name: str,
+    revision: str | None,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    tell: Progress,
 ) -> DraftModel | None:
     name = _resolve(draft, target_name)
     if name is None:

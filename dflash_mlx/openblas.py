@@ -1,10 +1,10 @@
 """Finding an OpenBLAS that can stand in for mlx's BLAS, and how many threads it should run.
 
-Looks for PyPI's scipy-openblas32 first (symbols with the prefix `scipy_`), then for the system's libopenblas.so.0. The
-system's may be years older than the processor and then runs a generic kernel: Debian 12's 0.3.21 takes a Sapphire
-Rapids Xeon for a "Prescott" and needs 109 ms per token where 0.3.34 needs 94 (SmolLM2-135M float32, one thread,
-2026-11-29), 3.4 ms against 0.9 for a 64x576x1536 product.
-Only builds with 32-bit integers (LP64) are taken, since mlx passes those; nothing enters the global namespace.
+Looks for PyPI's scipy-openblas32 first (symbols with the prefix `scipy_`), then for the system's
+libopenblas.so.0. The system's may be years older than the processor and then runs a generic kernel: Debian
+12's 0.3.21 takes a Sapphire Rapids Xeon for a "Prescott" and needs 109 ms per token where 0.3.34 needs 94
+(SmolLM2-135M float32, one thread, 2026-11-29), 3.4 ms against 0.9 for a 64x576x1536 product. Only builds with
+32-bit integers (LP64) are taken, since mlx passes those; nothing enters the global namespace.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def usable_cores() -> int:
 def default_threads(cores: int) -> int:
     """One thread up to two cores, else one per core up to MAX_THREADS.
 
-    With two threads on two cores any other load makes one wait for the other at every barrier, spinning: a GEMM of
-    less than 1 ms took 12-44 ms (scipy-openblas32 0.3.34, 2 vCPU Zen 3, load 1-5, shared/spec/demo-pair.md).
+    OpenBLAS threads spin while they wait for each other, so any other load hurts when there is no spare core.
+    Median ms per token with 1 / 2 threads on 2 vCPUs: idle 98 / 67, beside one busy process 94-178 / 122-151,
+    beside two 205-261 / 504-2016 (SmolLM2-135M float32, scipy-openblas32 0.3.34, Xeon, A B B A, 2026-11-29).
     """
     return 1 if cores <= 2 else min(cores, MAX_THREADS)
 

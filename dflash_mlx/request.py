@@ -84,12 +84,9 @@ class Request:
         if context is None:
             context = self.draft.make_context(cache.length)
         policy = self.policy
-        samples = (
-            isinstance(policy, SamplingPolicy) and not policy.greedy and not self.processors and self.rule == "rejection"
-        )
-        return BlockProposer(
-            self.draft, self.target, context, policy if samples else None, draws if samples else None  # type: ignore[arg-type]
-        )
+        if isinstance(policy, SamplingPolicy) and not policy.greedy and not self.processors and self.rule != "match":
+            return BlockProposer(self.draft, self.target, context, policy, draws)
+        return BlockProposer(self.draft, self.target, context)
 
     def close(self, session: Session) -> None:
         """However the request ended: drop what was not delivered, leave nothing lazy in a cache that is kept."""
@@ -145,7 +142,9 @@ def plan(
         raise ValueError(f"`mode` is 'dflash', but {reason}")
     speculates = draft is not None and reason is None
     if speculates and max_kv_size is not None:
-        raise ValueError("`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out.")
+        raise ValueError(
+            "`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out."
+        )
     notes = [blas.status().note] if blas.status().active else []
     if draft is not None and reason is not None and mode == "auto":
         notes.append(f"plain decoding: {reason}")

@@ -118,7 +118,7 @@ class Draws:
         """The policy's seed, or one drawn from MLX's global state (one host read, at the start of a request)."""
         if policy.seed is not None or policy.greedy:
             return cls(policy.seed or 0)
-        return cls(int(mx.random.bits().item()))
+        return cls(int(mx.random.bits().item()))  # type: ignore[operator]
 
     def key(self, purpose: str, position: int) -> mx.array:
         low, high = _base_key(self.seed, purpose)
@@ -159,7 +159,14 @@ def make_sampler(
         if seed is not None:
             raise ValueError("`seed` is not honoured with `xtc_probability`; call mx.random.seed instead.")
         return sample_utils.make_sampler(
-            temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, list(xtc_special_tokens or [])
+            temp,
+            top_p,
+            min_p,
+            min_tokens_to_keep,
+            top_k,
+            xtc_probability,
+            xtc_threshold,
+            list(xtc_special_tokens or []),
         )
     return SamplingPolicy(temp, top_p, min_p, min_tokens_to_keep, top_k, seed)
 

@@ -27,7 +27,11 @@ class StopStrings:
         if self.matched is not None or not text:
             return ""
         self._held += text
-        hits = [(self._held.index(stop) + len(stop), self._held.index(stop), stop) for stop in self._stops if stop in self._held]
+        hits = [
+            (self._held.index(stop) + len(stop), self._held.index(stop), stop)
+            for stop in self._stops
+            if stop in self._held
+        ]
         if hits:
             _, start, self.matched = min(hits)
             shown, self._held = self._held[:start], ""

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_map_with_path
 from mlx_lm.generate import generate_step
 
@@ -21,12 +22,16 @@ VOCAB = 257
 
 @dataclass(frozen=True)
 class Family:
-    """module: mlx_lm.models file; config: what its ModelArgs need; window: of its sliding layers."""
+    """module: mlx_lm.models file; config: what its ModelArgs need; window: of its sliding layers.
+
+    dtypes: what MLX runs here (its CPU gather-matmul of a mixture of experts takes float32 only).
+    """
 
     name: str
     module: str
     config: dict
     window: int | None = None
+    dtypes: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat16)
 
 
 _BASE = dict(
@@ -57,14 +62,24 @@ FAMILIES = (
     Family(
         "llama-sliding",
         "llama",
-        dict(_BASE, model_type="llama", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=16),
+        dict(
+            _BASE,
+            model_type="llama",
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            sliding_window=16,
+        ),
         window=16,
     ),
     Family("qwen2", "qwen2", dict(_BASE, model_type="qwen2")),
     Family("qwen3", "qwen3", {**_BASE, **_HEAD, "model_type": "qwen3"}),
-    Family("qwen3_moe", "qwen3_moe", {**_BASE, **_HEAD, **_MOE, "model_type": "qwen3_moe"}),
+    Family("qwen3_moe", "qwen3_moe", {**_BASE, **_HEAD, **_MOE, "model_type": "qwen3_moe"}, dtypes=(mx.float32,)),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
+EVERY = [
+    pytest.param(family.name, dtype, id=f"{family.name}-{str(dtype).removeprefix('mlx.core.')}")
+    for family in FAMILIES
+    for dtype in family.dtypes
+]
 
 
 def build(family: Family, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:

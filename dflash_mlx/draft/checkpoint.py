@@ -37,13 +37,17 @@ def read_config(folder: Path) -> DraftConfig:
             "the draft's config.json and safetensors."
         ) from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Fetch it again from the draft's repository.") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). Fetch it again from the draft's repository."
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object. Fetch it again.")
     return DraftConfig.from_dict(config)
 
 
-def load_draft(folder: Path, *, name: str | None = None, dtype: mx.Dtype | None = None, packed: bool = True) -> DraftModel:
+def load_draft(
+    folder: Path, *, name: str | None = None, dtype: mx.Dtype | None = None, packed: bool = True
+) -> DraftModel:
     """Build and fill a draft.
 
     Args:
@@ -78,10 +82,12 @@ def _read_weights(folder: Path) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
     for path in files:
         try:
-            loaded = mx.load(str(path))
+            loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
             mx.eval(loaded)  # a truncated file fails here, not in the middle of an answer
         except (RuntimeError, ValueError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged or incomplete ({error}). Delete it and download it again.") from error
+            raise CheckpointError(
+                f"{path} is damaged or incomplete ({error}). Delete it and download it again."
+            ) from error
         weights.update({key.removeprefix("model."): value for key, value in loaded.items()})
     return weights
 
@@ -106,7 +112,11 @@ def _check_names(draft: DraftModel, weights: dict[str, mx.array], folder: Path) 
     expected: dict[str, Any] = dict(tree_flatten(draft.parameters()))
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or extra:
-        parts = [f"{len(keys)} {what}: {', '.join(keys[:5])}" for what, keys in (("missing", missing), ("unknown", extra)) if keys]
+        parts = [
+            f"{len(keys)} {what}: {', '.join(keys[:5])}"
+            for what, keys in (("missing", missing), ("unknown", extra))
+            if keys
+        ]
         raise CheckpointError(
             f"The weights in {folder} do not fit its config.json ({'; '.join(parts)}). A draft with a part left out "
             "still writes correct text and accepts little, so it is not loaded. Download it again, or check that "
@@ -133,8 +143,18 @@ def check_pair(
     config, spec = draft.config, target.spec
     facts = [
         ("hidden size", config.hidden_size, spec.hidden_size, config.hidden_size == spec.hidden_size),
-        ("number of target layers", config.num_target_layers, spec.n_layers, _layers_fit(config, spec.n_layers)),
-        ("mask token id", config.mask_token_id, f"{spec.vocab_size} rows", 0 <= config.mask_token_id < spec.vocab_size),
+        (
+            "number of target layers",
+            config.num_target_layers,
+            spec.n_layers,
+            _layers_fit(config, spec.n_layers),
+        ),
+        (
+            "mask token id",
+            config.mask_token_id,
+            f"{spec.vocab_size} rows",
+            0 <= config.mask_token_id < spec.vocab_size,
+        ),
     ]
     for what, ours, theirs, fits in facts:
         if not fits:

@@ -42,7 +42,8 @@ class FullLayer:
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [] if self._store.keys is None else [self._store.keys, self._store.values]
+        keys, values = self._store.keys, self._store.values
+        return [] if keys is None or values is None else [keys, values]
 
 
 class SlidingLayer:

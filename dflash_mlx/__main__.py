@@ -1,0 +1,51 @@
+"""`python -m dflash_mlx` and `dflash-metal`: what can I run?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from dflash_mlx import __version__
+
+USAGE = f"""dflash_mlx {__version__}: exact DFlash speculative decoding on MLX.
+
+  python -m dflash_mlx.chat       a chat in the terminal        (dflash-metal chat)
+  python -m dflash_mlx.generate   one prompt, text or JSON      (dflash-metal generate)
+
+Each takes --help. In Python: from dflash_mlx import load, generate, stream_generate
+"""
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from dflash_mlx.chat import main as run
+
+    return run(argv)
+
+
+def _generate(argv: Sequence[str]) -> int:
+    from dflash_mlx.cli import generate_main
+
+    return generate_main(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"chat": _chat, "generate": _generate}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, or list them. Returns the exit status."""
+    name, *rest = [*(sys.argv[1:] if argv is None else argv), None]
+    if name is None or name in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"Unknown command {name!r}.\n\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    return command([arg for arg in rest if arg is not None])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

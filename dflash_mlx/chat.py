@@ -1,0 +1,129 @@
+"""`python -m dflash_mlx.chat`: the terminal chat, or plain text with `--print` and in pipes.
+
+This module only reads arguments and chooses. Neither Textual nor MLX is imported for `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from dflash_mlx.app.jobs import LoadModel
+from dflash_mlx.app.settings import MODES, Settings
+
+QUIT_TIMEOUT_S = 5.0
+"""How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with the defaults of `Settings` and `LoadModel`."""
+    made = argparse.ArgumentParser(
+        prog="python -m dflash_mlx.chat",
+        description="Chat in the terminal. With --print, -p or piped input: one answer as plain text on stdout, "
+        "statistics on stderr.",
+    )
+    add = made.add_argument
+    usual = Settings()
+    add("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; the same as -p")
+    add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="answer this and exit")
+    add("--print", action="store_true", dest="plain", help="plain text: the prompt or stdin in, the answer out")
+    add("--model", default="demo", help="target: a path, a Hugging Face repository, or demo (default: demo)")
+    add("--draft", default="auto", help="draft: auto, none, a path or a repository (default: auto)")
+    add("--gguf", help="GGUF file to use as the demo target")
+    add("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+    add("--blas", default="auto", help="matrix library on Linux: auto or off (default: auto)")
+    add("--mode", choices=MODES, default=usual.mode, help="auto, dflash or plain (default: auto)")
+    add("--block-size", type=int, help="anchor and draft tokens together (default: the draft's)")
+    add("--max-tokens", type=int, default=usual.max_tokens, help="most tokens in an answer (default: %(default)s)")
+    add("--temp", type=float, default=usual.temperature, help="temperature, 0 is greedy (default: %(default)s)")
+    add("--top-p", type=float, default=usual.top_p, help="nucleus sampling, 0 is off (default: %(default)s)")
+    add("--seed", type=int, help="seed for sampling")
+    add("--system", default="", help="system prompt")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chat.
+
+    Returns:
+        Exit code: 0, 1 after an error, 2 for bad arguments, 130 after Ctrl-C in the plain path.
+    """
+    made = parser()
+    args = made.parse_args(argv)
+    if args.prompt is not None and args.prompt_option is not None:
+        made.error("give the prompt once, either after -p or alone")
+    try:
+        settings = Settings(
+            temperature=args.temp,
+            top_p=args.top_p,
+            max_tokens=args.max_tokens,
+            block_size=args.block_size,
+            mode=args.mode,
+            system=args.system,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        made.error(str(error))
+    draft = None if args.draft == "none" else args.draft
+    load = LoadModel(args.model, draft, args.dtype, args.blas, args.gguf)
+    prompt: str | None = args.prompt if args.prompt is not None else args.prompt_option
+
+    if prompt is not None or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _print_one(load, settings, prompt)
+    if find_spec("textual") is None:
+        from dflash_mlx.app import plain
+
+        sys.stderr.write("Textual is not installed (`pip install textual`), so this is the plain chat.\n")
+        return plain.run(load, settings, plain.typed_lines())
+    return _open_app(load, settings)
+
+
+def _print_one(load: LoadModel, settings: Settings, prompt: str | None) -> int:
+    from dflash_mlx.app import plain
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            sys.stderr.write("Type the message, then Ctrl-D.\n")
+        try:
+            prompt = sys.stdin.read()
+        except KeyboardInterrupt:
+            return plain.INTERRUPTED
+    if not prompt.strip():
+        sys.stderr.write("There is no prompt: give one with -p, or pipe it in.\n")
+        return 1
+    code = plain.run(load, settings, iter([prompt.strip()]))
+    _detach_closed_stdout()
+    return code
+
+
+def _detach_closed_stdout() -> None:
+    """After a closed pipe, keep Python's exit from flushing into it and complaining."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_app(load: LoadModel, settings: Settings) -> int:
+    from dflash_mlx.app.app import ChatApp
+
+    app = ChatApp(load, settings)
+    app.run()
+    finished = app.close_engine(QUIT_TIMEOUT_S)
+    for text in app.tracebacks:
+        sys.stderr.write(text)
+    code = app.return_code or 0
+    if not finished:
+        # The engine sits in something that cannot be interrupted, an import or one very long step. Running the
+        # interpreter down under it is what makes MLX abort (L64); the terminal has been restored already.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

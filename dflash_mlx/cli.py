@@ -1,0 +1,185 @@
+"""`python -m dflash_mlx.generate`: text to stdout, everything else to stderr, one JSON object with --json.
+
+Heavy imports happen after the arguments are read, so --help and a wrong flag answer at once. Environment variables
+are read here and nowhere else: DFLASH_BLAS=off is --blas off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.errors import DFlashError
+
+if TYPE_CHECKING:
+    from dflash_mlx.generate import GenerationResponse
+
+INTERRUPTED = 130
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which models run, and how they are loaded; shared by generate and chat."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo (default)")
+    group.add_argument("--draft", default="auto", help="auto (default), none, or a folder or repository")
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "packed"], help="default: fastest for demo")
+    group.add_argument(
+        "--blas",
+        choices=["auto", "off"],
+        default=os.environ.get("DFLASH_BLAS", "auto"),
+        help="Linux: bind a real BLAS to MLX's CPU backend (default auto; DFLASH_BLAS sets it)",
+    )
+    group.add_argument("--gguf", help="the demo target's GGUF file, if it is on this machine already")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """How tokens are chosen; shared by generate and chat."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--mode", choices=["auto", "dflash", "plain"], default="auto", help="default auto")
+    group.add_argument("--block-size", type=int, help="anchor + drafts per cycle; default: the draft's")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, help=f"-1 for no limit (default {max_tokens})")
+    group.add_argument("--temp", type=float, default=0.0, help="0 (default) is greedy")
+    group.add_argument("--top-p", type=float, default=0.0, help="nucleus mass; 0 (default) is off")
+    group.add_argument("--min-p", type=float, default=0.0, help="least share of the top probability; 0 is off")
+    group.add_argument("--top-k", type=int, default=0, help="ranks kept; 0 (default) is off")
+    group.add_argument("--seed", type=int, help="default: another one every time")
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mlx.generate", description="Generate text with DFlash speculative decoding."
+    )
+    parser.add_argument("--prompt", "-p", help="default: standard input, if it is piped; '-' too")
+    parser.add_argument("--system-prompt", help="a system message before the prompt")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
+    parser.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (default 2048)")
+    parser.add_argument("--rule", choices=["rejection", "match"], default="rejection", help="at a temperature")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser, 256)
+    return parser
+
+
+def generate_main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an explained error, 2 for wrong usage, 130 when interrupted."""
+    parser = generate_parser()
+    args = parser.parse_args(argv)
+    if args.blas not in ("auto", "off"):
+        parser.error(f"DFLASH_BLAS has to be auto or off, got {args.blas!r}")
+    if args.prompt in (None, "-"):
+        if args.prompt is None and sys.stdin.isatty():
+            parser.error("no prompt: pass --prompt, or pipe one in")
+        args.prompt = sys.stdin.read()
+    return guarded(lambda: _generate(args))
+
+
+def guarded(run: Any) -> int:
+    """Run a command; turn explained errors, interrupts and a closed pipe into an exit status."""
+    try:
+        return run()
+    except (DFlashError, ValueError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; stay quiet at exit too
+        return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from dflash_mlx.generate import stream_generate
+    from dflash_mlx.load import load
+    from dflash_mlx.report import as_json, summary_lines
+    from dflash_mlx.sampling import make_sampler
+
+    sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
+    with LoadingBar() as bar:
+        draft_name = None if args.draft == "none" else args.draft
+        model, tokenizer, draft = load(
+            args.model, draft=draft_name, dtype=args.dtype, blas=args.blas, gguf=args.gguf, progress=bar
+        )
+    responses = stream_generate(
+        model,
+        tokenizer,
+        chat_ids(tokenizer, args.prompt, args.system_prompt, raw=args.raw),
+        max_tokens=args.max_tokens,
+        draft_model=draft,
+        sampler=sampler,
+        prefill_step_size=args.prefill_step_size,
+        block_size=args.block_size,
+        stop=args.stop,
+        mode=args.mode,
+        rule=args.rule,
+    )
+    text, tokens, last, status = "", list[int](), None, 0
+    try:
+        for last in responses:
+            text += last.text
+            tokens.append(last.token)
+            if not args.json:
+                print(last.text, end="", flush=True)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if last is None:
+        raise KeyboardInterrupt
+    finish = "interrupted" if status else last.finish_reason
+    if args.json:
+        json.dump(as_json(last, text, tokens, finish), sys.stdout, ensure_ascii=False)
+    print(flush=True)
+    print_summary(last, summary_lines(last), interrupted=bool(status))
+    return status
+
+
+def chat_ids(tokenizer: Any, prompt: str, system: str | None, *, raw: bool) -> list[int] | str:
+    """The prompt as a user message through the chat template; as it is with `raw` or without a template."""
+    if raw or not tokenizer.has_chat_template:
+        if system:
+            raise ValueError("`--system-prompt` needs a chat template, and this prompt goes without one.")
+        return prompt
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def print_summary(last: GenerationResponse, lines: list[str], *, interrupted: bool) -> None:
+    if interrupted:
+        lines = ["interrupted; the text so far is above", *lines]
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+class LoadingBar:
+    """`load`'s progress on stderr: a bar on a terminal, a line per step elsewhere."""
+
+    def __enter__(self) -> LoadingBar:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self._last = ""
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("Starting", total=None)
+        return self
+
+    def __call__(self, message: str, share: float | None) -> None:
+        if self._bar:
+            self._bar.update(self._task, description=message, total=None if share is None else 1.0, completed=share or 0)
+        elif message != self._last:
+            print(message, file=sys.stderr)
+        self._last = message
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()

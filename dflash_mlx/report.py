@@ -1,0 +1,79 @@
+"""One request as numbers: the JSON object of `generate --json` and the lines for a terminal.
+
+Definitions: `dflash_mlx.stats`. Unknown is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_mlx.generate import GenerationResponse
+
+
+def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_reason: str | None) -> dict[str, Any]:
+    """The JSON object of one request, from its last response."""
+    stats, timings = last.stats, last.timings
+    assert stats is not None and timings is not None
+    return {
+        "text": text,
+        "tokens": list(tokens),
+        "finish_reason": finish_reason,
+        "mode": last.mode,
+        "notes": list(last.notes),
+        "prompt_tokens": last.prompt_tokens,
+        "cached_tokens": last.cached_tokens,
+        "generation_tokens": last.generation_tokens,
+        "prefill_s": timings.prefill_s,
+        "ttft_s": timings.ttft_s,
+        "decode_s": timings.decode_s,
+        "total_s": timings.total_s,
+        "prompt_tps": timings.prompt_tps,
+        "decode_tps": timings.decode_tps,
+        "request_tps": timings.request_tps,
+        "cycles": stats.cycles,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": {str(k): stats.histogram[k] for k in sorted(stats.histogram)},
+        "block_size": last.block_size,
+        "host_syncs": stats.host_syncs,
+        "peak_memory_gb": last.peak_memory,
+    }
+
+
+def summary_lines(last: GenerationResponse) -> list[str]:
+    """Statistics for people: both clocks by name, then what speculation did, then the notes."""
+    stats, timings = last.stats, last.timings
+    assert stats is not None and timings is not None
+    cached = f" ({last.cached_tokens} more from the cache)" if last.cached_tokens else ""
+    lines = [
+        f"prompt: {timings.prompt_tokens} tokens{cached}, {_rate(timings.prompt_tps)}, "
+        f"first token after {_seconds(timings.ttft_s)}",
+        f"answer: {last.generation_tokens} tokens, generation only {_rate(timings.decode_tps)}, "
+        f"prefill-inclusive {_rate(timings.request_tps)}",
+    ]
+    if last.mode == "dflash":
+        rate = stats.draft_acceptance_rate
+        share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
+        length = stats.mean_acceptance_length
+        lines.append(
+            f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {stats.cycles} cycles, {share}"
+        )
+    else:
+        lines.append("plain decoding")
+    lines.append(f"peak memory: {last.peak_memory:.2f} GB")
+    return lines + [f"note: {note}" for note in last.notes]
+
+
+def _rate(value: float | None) -> str:
+    return "- tok/s" if value is None else f"{value:.1f} tok/s"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,96 @@
+"""Shared fixtures: a byte-level tokenizer, tiny pairs of target and draft, sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+
+from dflash_mlx.accept import make_decider
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.decode import Session
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.proposers import NullProposer
+from dflash_mlx.sampling import Draws, SamplingPolicy
+from dflash_mlx.targets import target_for
+from tests.families import VOCAB, tiny
+
+
+def pytest_report_header() -> str:
+    import mlx_lm
+
+    return f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}, device {mx.default_device()}"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> TokenizerWrapper:
+    """256 bytes and <eos> (id 256): every non-ASCII character is split over tokens."""
+    return byte_tokenizer()
+
+
+def byte_tokenizer(eos_ids: Sequence[int] = ()) -> TokenizerWrapper:
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    wrapped.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return TokenizerWrapper(wrapped, BPEStreamingDetokenizer, eos_token_ids=eos_ids)
+
+
+def draft_config(**changes: object) -> DraftConfig:
+    """A small draft for the tiny targets (hidden 64, 4 layers, 257 ids)."""
+    config: dict = dict(
+        architectures=["DFlashDraftModel"],
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=2048,
+        num_target_layers=4,
+        block_size=16,
+        dflash_config={"target_layer_ids": [0, 2], "mask_token_id": 256},
+    )
+    nested = config["dflash_config"] | dict(changes.pop("dflash_config", {}))  # type: ignore[call-overload]
+    return DraftConfig.from_dict(config | {"dflash_config": nested} | changes)
+
+
+def tiny_draft(seed: int = 3, **changes: object) -> DraftModel:
+    mx.random.seed(seed)
+    draft = DraftModel(draft_config(**changes))
+    draft.eval()
+    mx.eval(draft.parameters())
+    return draft
+
+
+@pytest.fixture
+def draft() -> DraftModel:
+    return tiny_draft()
+
+
+def greedy_session(name: str, proposer=None, block_size: int = 4, dtype: mx.Dtype = mx.float32) -> Session:
+    """A fresh session over a tiny target."""
+    target = target_for(tiny(name, dtype))
+    decider = make_decider(SamplingPolicy(), (), Draws(0))
+    cache = TargetCache(target.make_entries(), 0)
+    return Session(target, cache, proposer or NullProposer(), decider, block_size)
+
+
+def tokens_of(commits) -> list[int]:
+    return [token for commit in commits for token in commit.tokens]

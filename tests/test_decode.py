@@ -1,0 +1,290 @@
+"""Speculative decoding writes the tokens of mlx_lm's own loop, and leaves the cache of a plain run behind."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from dflash_mlx.decode import decode
+from tests.conftest import greedy_session, tokens_of
+from tests.families import BY_NAME, EVERY, SCRIPTS, VOCAB, ScriptedProposer, prompt_of, reference
+
+PROMPT = prompt_of(21)
+BLOCKS = (2, 3, 4, 8, 16)
+LENGTHS = (1, 2, 3, 7, 16, 17, 60)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3"])
+def test_the_grid_is_token_identical_to_mlx_lm(name: str, script: str) -> None:
+    """spec/cases.md section 0: block sizes x acceptance scripts of mixed depth x max_tokens."""
+    truth = reference(name, PROMPT, 60)
+    for block, count in itertools.product(BLOCKS, LENGTHS):
+        session = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script], (0, 2)), block)
+        commits = list(decode(session, PROMPT, max_tokens=count))
+        assert tokens_of(commits) == truth[:count], f"block {block}, {count} tokens"
+        assert [c.finish_reason for c in commits] == [None] * (len(commits) - 1) + ["length"]
+        assert session.position == session.cache.length + 1 == len(PROMPT) + count
+        assert session.stats.emitted == count
+        assert sum(k * n for k, n in session.stats.histogram.items()) == session.stats.accepted
+        rows = mx.concatenate(session.proposer.observed, axis=1).shape[1]
+        assert rows == session.cache.length, "the draft saw exactly the committed positions"
+
+
+@pytest.mark.parametrize(("name", "dtype"), EVERY)
+def test_every_family_and_dtype_survives_mixed_depths(name: str, dtype: mx.Dtype) -> None:
+    truth = reference(name, PROMPT, 60, dtype)
+    for script in ("wide", "mixed"):
+        session = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script]), 8, dtype)
+        assert tokens_of(decode(session, PROMPT, max_tokens=60)) == truth
+
+
+@pytest.mark.parametrize("script", ["mixed", "all", "wide"])
+@pytest.mark.parametrize("length", [1, 2, 5, 14, 15, 16, 17, 18, 20])
+def test_prompts_around_the_window_stay_exact(length: int, script: str) -> None:
+    """Rejected keys never reappear before or after the ring wraps (case L16)."""
+    prompt = prompt_of(length, seed=7)
+    truth = reference("llama-sliding", prompt, 60)
+    session = greedy_session("llama-sliding", ScriptedProposer(truth, SCRIPTS[script]), 8)
+    assert tokens_of(decode(session, prompt, max_tokens=60)) == truth
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_moe"])
+@pytest.mark.parametrize("script", ["none", "mixed", "wide"])
+def test_cache_arrays_equal_a_plain_run(name: str, script: str) -> None:
+    """Wrong keys could hide behind right tokens.
+
+    Bit for bit, except behind a sliding layer: a plain run's ring is rotated, so its attention adds the same
+    numbers in another order. A wrong row would differ by about 1.
+    """
+    tolerance = 0.0
+    truth = reference(name, PROMPT, 60)
+    plain = greedy_session(name)
+    list(decode(plain, PROMPT, max_tokens=41))
+    block = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script]), 8)
+    list(decode(block, PROMPT, max_tokens=41))
+    for ours, expected in zip(block.cache.entries, plain.cache.entries, strict=True):
+        assert ours.offset == expected.offset
+        for a, b in zip(held_rows(ours), held_rows(expected), strict=True):
+            assert a.shape == b.shape
+            assert mx.abs(a - b).max().item() <= tolerance
+        if isinstance(ours, RotatingKVCache):
+            tolerance = 1e-4
+
+
+def held_rows(entry: KVCache | RotatingKVCache) -> tuple[mx.array, mx.array]:
+    """Keys and values in temporal order; of a ring, what the next token can see."""
+    if isinstance(entry, RotatingKVCache):
+        visible = entry.max_size - 1
+        return tuple(entry._temporal_order(a)[..., -visible:, :] for a in (entry.keys, entry.values))
+    return tuple(a[..., : entry.offset, :] for a in (entry.keys, entry.values))
+
+
+def test_a_ring_stays_bounded() -> None:
+    """Multi-token writes evict (case L17)."""
+    truth = reference("llama-sliding", PROMPT, 200)
+    session = greedy_session("llama-sliding", ScriptedProposer(truth, SCRIPTS["all"]), 8)
+    list(decode(session, PROMPT, max_tokens=200))
+    assert session.cache.entries[1].keys.shape[2] <= 16 + 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 63, 64, 65, 130])
+def test_prefill_is_split_as_in_mlx_lm(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt shaped differently would round differently on a GPU (case L13)."""
+    from mlx_lm.generate import generate_step
+
+    from tests.families import build
+
+    step, prompt = 64, prompt_of(count)
+    model = build(BY_NAME["llama"])
+    widths: list[int] = []
+    call = type(model).__call__
+
+    def record(self, ids, *args, **kwargs):
+        widths.append(ids.shape[1])
+        return call(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "__call__", record)
+    next(generate_step(mx.array(prompt), model, max_tokens=1, prefill_step_size=step))
+    theirs, ours = list(widths), []
+    session = greedy_session("llama")
+    forward = session.target.forward
+
+    def spy(ids, *args):
+        ours.append(ids.shape[1])
+        return forward(ids, *args)
+
+    session.target.forward = spy
+    list(decode(session, prompt, max_tokens=1, prefill_step_size=step))
+    assert ours == theirs[: len(ours)]
+    assert sum(ours) == count
+
+
+def test_one_row_per_prefill_reaches_the_head() -> None:
+    """Logits of a whole prompt would take gigabytes (case L68)."""
+    session, rows = greedy_session("llama"), []
+    head = session.target.head
+
+    def spy(hidden):
+        rows.append(hidden.shape[1])
+        return head(hidden)
+
+    session.target.head = spy
+    list(decode(session, prompt_of(40), max_tokens=1, prefill_step_size=8))
+    assert rows == [1]
+
+
+@pytest.mark.parametrize("offset", [0, 3, 7])
+@pytest.mark.parametrize("script", ["all", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+def test_a_stop_token_inside_a_block_ends_everything(name: str, script: str, offset: int) -> None:
+    """Tokens, counts and cache describe only the prefix up to the stop token (cases L03, L07)."""
+    truth = reference(name, PROMPT, 60)
+    index = next(i for i in range(1 + offset, 60) if truth[i] not in truth[:i])
+    session = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script]), 8)
+    commits = list(decode(session, PROMPT, max_tokens=60, stop={truth[index], 999}))
+    assert tokens_of(commits) == truth[: index + 1]
+    assert commits[-1].finish_reason == "stop"
+    assert session.cache.length == len(PROMPT) + index
+    assert session.stats.emitted == index + 1
+    assert sum(c.accepted for c in commits) == session.stats.accepted
+    for entry in session.cache.entries:
+        assert entry.offset == session.cache.length
+
+
+def test_a_stop_token_straight_from_prefill_ends_before_any_cycle() -> None:
+    truth = reference("llama", PROMPT, 60)
+    session = greedy_session("llama", ScriptedProposer(truth, ["all"]), 8)
+    commits = list(decode(session, PROMPT, max_tokens=60, stop={truth[0]}))
+    assert tokens_of(commits) == truth[:1] and commits[0].finish_reason == "stop"
+    assert session.stats.cycles == 0 and session.stats.mean_acceptance_length is None
+
+
+def test_out_of_vocabulary_drafts_are_rejections() -> None:
+    """Ids beyond the table and negative ones are never looked up (case L11)."""
+    truth = reference("llama", PROMPT, 60)
+
+    class Wild(ScriptedProposer):
+        def propose(self, anchor, limit, position):
+            proposal = super().propose(anchor, limit, position)
+            bad = [VOCAB, VOCAB + 5, -1, 2**30]
+            tokens = proposal.tokens.tolist()
+            if len(tokens) > 2:
+                tokens[2] = bad[self.cycle % 4]
+            return type(proposal)(mx.array(tokens, dtype=mx.int32))
+
+    session = greedy_session("llama", Wild(truth, ["all"]), 8)
+    assert tokens_of(decode(session, PROMPT, max_tokens=60)) == truth
+    assert max(session.stats.histogram) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("fail_at", [1, 4])
+def test_an_exception_in_a_forward_leaves_the_cache_as_before(name: str, fail_at: int) -> None:
+    """Half of the layers were written when it broke; the same session goes on afterwards."""
+    truth = reference(name, PROMPT, 60)
+    proposer = ScriptedProposer(truth, SCRIPTS["mixed"])
+    session = greedy_session(name, proposer, 8)
+    broken = {"left": fail_at}
+    layer_class = type(session.target.inner.layers[2])
+    original = layer_class.__call__
+    layers = session.target.inner.layers
+
+    def fail(self, h, *args, **kwargs):
+        if self is layers[2] and h.shape[1] > 1 and session.cache.length >= len(PROMPT):
+            broken["left"] -= 1
+            if broken["left"] == 0:
+                raise RuntimeError("interrupted")
+        return original(self, h, *args, **kwargs)
+
+    layer_class.__call__ = fail
+    try:
+        commits, got = decode(session, PROMPT, max_tokens=60), []
+        with pytest.raises(RuntimeError, match="interrupted"):
+            for commit in commits:
+                got += commit.tokens
+        assert got == truth[: len(got)]
+        assert session.position == session.cache.length + 1
+        assert not session.cache.is_open and session.cache.closed is None
+        rest = _continue(session, len(got), truth)
+    finally:
+        layer_class.__call__ = original
+    assert got + rest == truth
+
+
+def _continue(session, done: int, truth: list[int]) -> list[int]:
+    """Decode on by hand on the same cache: the anchor is fed as a one-token prompt."""
+    anchor = session.tokens.pop()
+    session.proposer = ScriptedProposer(truth[done:], ["all"])
+    session.undelivered = 0
+    return tokens_of(decode(session, [anchor], max_tokens=len(truth) - done))
+
+
+def test_one_host_synchronisation_per_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where it happens: nothing but the decider's read touches the host after prefill."""
+    truth = reference("llama", PROMPT, 60)
+    session = greedy_session("llama", ScriptedProposer(truth, SCRIPTS["mixed"]), 8)
+    commits = decode(session, PROMPT, max_tokens=60)
+    next(commits)
+    calls = count_synchronisations(monkeypatch)
+    rest = list(commits)
+    assert len(calls) == len(rest) == session.stats.cycles == session.stats.host_syncs
+    assert session.stats.cycles > 10
+
+
+def count_synchronisations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record every device-to-host transfer and forced evaluation from now on.
+
+    `tolist`, `item` and the like of mx.array cannot be replaced, so the decider's `read` is counted and the
+    source test below makes sure that no other place has one.
+    """
+    from dflash_mlx import accept
+
+    calls: list[str] = []
+    read = accept._Reader.read
+
+    def spy(self, values):
+        calls.append("read")
+        return read(self, values)
+
+    monkeypatch.setattr(accept._Reader, "read", spy)
+    for name in ("eval", "synchronize"):
+        original = getattr(mx, name)
+
+        def counted(*args, _original=original, _name=name):
+            calls.append(_name)
+            return _original(*args)
+
+        monkeypatch.setattr(mx, name, counted)
+    return calls
+
+
+def test_only_named_places_read_from_the_device() -> None:
+    """The counting test above can be trusted: these calls appear nowhere else on the decode path."""
+    package = Path(__file__).parent.parent / "dflash_mlx"
+    allowed = {
+        "accept.py": {"read"},
+        "sampling.py": {"for_policy"},  # once per request, before decoding
+        "cache.py": {"evaluate"},
+        "draft/context.py": {"evaluate"},
+        "draft/checkpoint.py": {"load_draft", "_read_weights"},
+        "decode.py": {"_prefill"},
+        "generate.py": {"encode"},
+    }
+    path = [*package.glob("*.py"), *(package / "draft").glob("*.py"), *(package / "proposers").glob("*.py")]
+    off_path = {"load.py", "cpu.py", "blas.py", "openblas.py", "elf.py"}
+    for file in path:
+        name = str(file.relative_to(package))
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef) or name in off_path:
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and node.attr in ("item", "tolist", "eval", "synchronize"):
+                    if node.attr == "eval" and not (isinstance(node.value, ast.Name) and node.value.id == "mx"):
+                        continue
+                    assert function.name in allowed.get(name, set()), f"{name}:{node.lineno} {function.name}"
