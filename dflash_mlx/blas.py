@@ -210,12 +210,14 @@ def _error_against_numpy() -> float:
     """Largest relative error of small products through each of the three functions, plain and transposed."""
     worst = 0.0
     rng = np.random.default_rng(0)
-    for dtype in (np.float32, np.float64, np.complex64):
-        left = rng.standard_normal((5, 37)).astype(dtype)
-        right = rng.standard_normal((37, 19)).astype(dtype)
+    for dtype, kind in ((np.float32, mx.float32), (np.float64, mx.float64), (np.complex64, mx.complex64)):
+        phase = 1 + 0.5j if kind == mx.complex64 else 1
+        left = (phase * rng.standard_normal((5, 37))).astype(dtype)
+        right = (phase * rng.standard_normal((37, 19))).astype(dtype)
         exact = np.matmul(left, right)
-        for other in (mx.array(right), mx.array(np.ascontiguousarray(right.T)).T):
-            product = np.array(mx.matmul(mx.array(left), other, stream=mx.cpu))
+        mine = mx.array(left, dtype=kind)  # without dtype mx.array makes float32 of float64
+        for other in (mx.array(right, dtype=kind), mx.array(np.ascontiguousarray(right.T), dtype=kind).T):
+            product = np.array(mx.matmul(mine, other, stream=mx.cpu))
             error = float(np.abs(product - exact).max() / np.abs(exact).max())
             worst = max(worst, error if np.isfinite(error) else np.inf)
     return worst

@@ -12,36 +12,27 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from dflash_mlx.app.jobs import LoadModel
-from dflash_mlx.app.settings import MODES, Settings
+from dflash_mlx.app.settings import Settings
+from dflash_mlx.cli import add_model_arguments, add_sampling_arguments
 
 QUIT_TIMEOUT_S = 5.0
 """How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, with the defaults of `Settings` and `LoadModel`."""
+    """The command line; models and decoding are said as in `dflash_mlx.generate`."""
     made = argparse.ArgumentParser(
         prog="python -m dflash_mlx.chat",
         description="Chat in the terminal. With --print, -p or piped input: one answer as plain text on stdout, "
         "statistics on stderr.",
     )
     add = made.add_argument
-    usual = Settings()
     add("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; the same as -p")
     add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="answer this and exit")
     add("--print", action="store_true", dest="plain", help="plain text: the prompt or stdin in, the answer out")
-    add("--model", default="demo", help="target: a path, a Hugging Face repository, or demo (default: demo)")
-    add("--draft", default="auto", help="draft: auto, none, a path or a repository (default: auto)")
-    add("--gguf", help="GGUF file to use as the demo target")
-    add("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
-    add("--blas", default="auto", help="matrix library on Linux: auto or off (default: auto)")
-    add("--mode", choices=MODES, default=usual.mode, help="auto, dflash or plain (default: auto)")
-    add("--block-size", type=int, help="anchor and draft tokens together (default: the draft's)")
-    add("--max-tokens", type=int, default=usual.max_tokens, help="most tokens in an answer (default: %(default)s)")
-    add("--temp", type=float, default=usual.temperature, help="temperature, 0 is greedy (default: %(default)s)")
-    add("--top-p", type=float, default=usual.top_p, help="nucleus sampling, 0 is off (default: %(default)s)")
-    add("--seed", type=int, help="seed for sampling")
-    add("--system", default="", help="system prompt")
+    add("--system", "--system-prompt", default="", metavar="TEXT", help="a system message before the first one")
+    add_model_arguments(made)
+    add_sampling_arguments(made, Settings().max_tokens)
     return made
 
 
@@ -59,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings(
             temperature=args.temp,
             top_p=args.top_p,
+            min_p=args.min_p,
+            top_k=args.top_k,
             max_tokens=args.max_tokens,
             block_size=args.block_size,
             mode=args.mode,

@@ -26,9 +26,11 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
+from dflash_mlx import threads
 from dflash_mlx.decode import Commit, Progress, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.prompt_cache import PromptCache
+from dflash_mlx.report import summary_lines
 from dflash_mlx.request import Request, plan
 from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy
 from dflash_mlx.stats import Stats, Timings
@@ -157,8 +159,6 @@ def generate(
         if verbose:
             print(last.text, end="", flush=True)
     if verbose and last is not None:
-        from dflash_mlx.report import summary_lines
-
         print("", *summary_lines(last), sep="\n")
     return text
 
@@ -180,6 +180,7 @@ def _respond(
     stops: StopStrings,
     progress: Progress | None,
 ) -> Generator[GenerationResponse]:
+    threads.leave_cleanly()
     session = request.open()
     detokenizer = tokenizer.detokenizer
     template = GenerationResponse(

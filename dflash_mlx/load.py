@@ -20,7 +20,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import blas as blas_binding
-from dflash_mlx import cpu, demo, registry
+from dflash_mlx import cpu, demo, registry, threads
 from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CheckpointError, FetchError
@@ -76,6 +76,7 @@ def load(
     if blas not in ("auto", "off"):
         raise ValueError(f"`blas` has to be 'auto' or 'off', got {blas!r}.")
     tell = progress or (lambda message, share: None)
+    threads.leave_cleanly()
     _prepare_cpu(blas)
     tell(f"Loading {path_or_hf_repo}", None)
     if path_or_hf_repo == registry.DEMO:

@@ -6,9 +6,10 @@ Definitions: `dflash_mlx.stats`. Unknown is null.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_mlx.generate import GenerationResponse
+if TYPE_CHECKING:
+    from dflash_mlx.generate import GenerationResponse
 
 
 def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_reason: str | None) -> dict[str, Any]:

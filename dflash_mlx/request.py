@@ -80,7 +80,7 @@ class Request:
     def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
         if self.draft is None:
             return NullProposer()
-        context = self.prompt_cache.context_in_step() if self.prompt_cache else None
+        context = self.prompt_cache.context_in_step() if self.prompt_cache is not None else None
         if context is None:
             context = self.draft.make_context(cache.length)
         policy = self.policy

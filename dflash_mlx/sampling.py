@@ -118,7 +118,7 @@ class Draws:
         """The policy's seed, or one drawn from MLX's global state (one host read, at the start of a request)."""
         if policy.seed is not None or policy.greedy:
             return cls(policy.seed or 0)
-        return cls(int(mx.random.bits().item()))  # type: ignore[operator]
+        return cls(int(mx.random.randint(0, 2**31 - 1).item()))
 
     def key(self, purpose: str, position: int) -> mx.array:
         low, high = _base_key(self.seed, purpose)

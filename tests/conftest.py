@@ -27,7 +27,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> TokenizerWrapper:
-    """256 bytes and <eos> (id 256): every non-ASCII character is split over tokens."""
+    """256 bytes, <pad> (256) and <eos> (257, which the tiny models cannot emit): characters are split over tokens."""
     return byte_tokenizer()
 
 
@@ -40,7 +40,7 @@ def byte_tokenizer(eos_ids: Sequence[int] = ()) -> TokenizerWrapper:
     raw = Tokenizer(BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    raw.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<pad>", "<eos>")])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", clean_up_tokenization_spaces=False)
     wrapped.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -20,9 +20,7 @@ import pytest
 from dflash_mlx import blas, elf, openblas
 
 LINUX_CPU = (
-    sys.platform == "linux"
-    and platform.machine() in ("x86_64", "aarch64")
-    and mx.default_device() == mx.Device(mx.cpu)
+    sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and mx.default_device() == mx.Device(mx.cpu)
 )
 linux_cpu = pytest.mark.skipif(not LINUX_CPU, reason="the binding is for mlx's CPU backend on Linux")
 

@@ -1,0 +1,294 @@
+"""The engine thread over a scripted library: cancelling, coalescing, errors, reuse. No MLX, no Textual."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import replace
+
+import pytest
+from scripted import Answer, FakeEngine, Script
+
+from dflash_mlx.app.chat_engine import ChatEngine
+from dflash_mlx.app.jobs import Ask, LoadModel
+from dflash_mlx.app.messages import (
+    Chunk,
+    CycleTick,
+    EngineFailed,
+    Event,
+    ModelLoading,
+    ModelReady,
+    PrefillProgress,
+    TurnDone,
+)
+from dflash_mlx.app.settings import Settings
+
+WAIT_S = 5.0
+
+
+class Listener:
+    """Collects what the thread posts."""
+
+    def __init__(self, script: Script) -> None:
+        self.queue: queue.Queue[Event] = queue.Queue()
+        self.seen: list[Event] = []
+        self.engine = FakeEngine(self.queue.put, script)
+
+    def until(self, *kinds: type) -> Event:
+        while True:
+            event = self.queue.get(timeout=WAIT_S)
+            self.seen.append(event)
+            if isinstance(event, kinds):
+                return event
+
+    def start(self) -> ModelReady:
+        self.engine.start()
+        self.engine.submit(LoadModel())
+        ready = self.until(ModelReady)
+        assert isinstance(ready, ModelReady)
+        return ready
+
+    def ask(self, turn: int, *texts: str, settings: Settings | None = None) -> None:
+        roles = ("user", "assistant")
+        messages = tuple((roles[i % 2], text) for i, text in enumerate(texts))
+        self.engine.submit(Ask(turn, messages, settings or Settings()))
+
+    def answer(self, turn: int, *texts: str, settings: Settings | None = None) -> TurnDone:
+        self.ask(turn, *texts, settings=settings)
+        done = self.until(TurnDone, EngineFailed)
+        assert isinstance(done, TurnDone), done
+        return done
+
+    def text(self, turn: int) -> str:
+        return "".join(event.text for event in self.seen if isinstance(event, Chunk) and event.turn == turn)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.engine.join(WAIT_S)
+        assert not self.engine.is_alive()
+
+
+def test_everything_of_the_library_happens_in_one_thread_and_its_streams_are_cleared_last() -> None:
+    """Arrays belong to the thread that made them (L63); without the clearing the process aborts (L64)."""
+    script = Script()
+    listener = Listener(script)
+    listener.start()
+    listener.answer(1, "hi")
+    assert script.streams_cleared == 0
+    listener.close()
+    assert script.streams_cleared == 1
+    assert len(script.threads) == 1 and threading.get_ident() not in script.threads
+
+
+def test_all_text_arrives_and_token_counts_add_up() -> None:
+    text = "Any text at all, in cycles of mixed depths. " * 3
+    listener = Listener(Script([Answer(text)]))
+    listener.start()
+    done = listener.answer(1, "hi")
+    assert listener.text(1) == text
+    chunks = [event for event in listener.seen if isinstance(event, Chunk)]
+    assert sum(chunk.n_tokens for chunk in chunks) == done.numbers.generation_tokens == len(text)
+    assert done.reason == "stop"
+    assert done.numbers.tokens_per_cycle == 1 + (len(text) - 1 - done.numbers.cycles) / done.numbers.cycles
+    listener.close()
+
+
+def engine_with_clock(script: Script, step_s: float) -> tuple[ChatEngine, list[Event]]:
+    """An engine in this thread whose clock moves `step_s` at every reading."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += step_s
+        return now[0]
+
+    events: list[Event] = []
+    engine = ChatEngine(script.backend(), events.append, clock=clock)
+    engine.load(LoadModel())
+    return engine, events
+
+
+@pytest.mark.parametrize(("cycle_s", "most"), [(1 / 300, 22), (0.2, 251)])
+def test_text_is_posted_at_most_twenty_times_a_second(cycle_s: float, most: int) -> None:
+    """300 blocks a second must not become 300 layouts a second (L77); slow cycles are posted one by one."""
+    text = "x" * 1001
+    engine, events = engine_with_clock(Script([Answer(text, depths=(3,))]), cycle_s)
+    engine.answer(Ask(1, (("user", "hi"),), Settings()))
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    ticks = [event for event in events if isinstance(event, CycleTick)]
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert most * 0.6 <= len(chunks) <= most  # 250 cycles: 0.83 s of them, or one at a time
+    assert len(ticks) <= len(chunks)
+
+
+def test_a_cycle_is_posted_whole_not_its_first_token_early() -> None:
+    """Otherwise the reader is always one cycle behind when cycles are slow."""
+    engine, events = engine_with_clock(Script([Answer("abcdefghi", depths=(3,))]), 0.2)
+    engine.answer(Ask(1, (("user", "hi"),), Settings()))
+    assert [event.text for event in events if isinstance(event, Chunk)] == ["a", "bcde", "fghi"]
+
+
+def test_no_rate_is_given_before_two_tokens() -> None:
+    """One token over microseconds reads as thousands of tokens per second (L80)."""
+    engine, events = engine_with_clock(Script([Answer("ab", depths=(0,))]), 0.2)
+    engine.answer(Ask(1, (("user", "hi"),), Settings()))
+    first, *_, last = [event.numbers for event in events if isinstance(event, CycleTick | TurnDone)]
+    assert (first.generation_tokens, first.decode_tps, first.request_tps) == (1, None, None)
+    assert last.decode_tps is not None and last.request_tps is not None
+    assert last.decode_tps != last.request_tps
+
+
+def test_cancelling_takes_effect_within_a_cycle_and_keeps_what_was_said() -> None:
+    """L71, L76: the text on the screen and the cache agree after a stop."""
+    script = Script([Answer("y" * 10_000, depths=(3,), cycle_s=0.002)])
+    listener = Listener(script)
+    listener.start()
+    listener.ask(1, "hi")
+    listener.until(Chunk)
+    listener.engine.cancel(1)
+    done = listener.until(TurnDone)
+    assert isinstance(done, TurnDone) and done.reason == "cancelled"
+    said = listener.text(1)
+    assert 0 < len(said) < 5_000
+    assert script.closed == [len(said)]
+    assert "".join(map(chr, script.caches[0].tokens)).endswith("<assistant>" + said)
+    script.answers.append(Answer("Next."))
+    listener.answer(2, "hi", said, "and now?")
+    assert script.prompts[1] == "</s><user>and now?</s><assistant>"
+    listener.close()
+
+
+def test_cancelling_in_the_prefill_stops_before_the_next_chunk() -> None:
+    """A long prompt must not be read to its end after Esc (L71)."""
+    chunks: list[int] = []
+    listener = Listener(Script())
+
+    def on_prefill(chunk: int) -> None:
+        chunks.append(chunk)
+        if chunk == 2:
+            listener.engine.cancel(1)
+
+    listener.engine.script.answers[:] = [Answer(prefill_chunks=50, on_prefill=on_prefill), Answer("Fresh.")]
+    listener.start()
+    done = listener.answer(1, "a long prompt")
+    assert done.reason == "cancelled" and chunks == [1, 2]
+    assert listener.text(1) == ""
+    assert listener.answer(2, "another").reason == "stop"
+    assert listener.text(2) == "Fresh."
+    listener.close()
+
+
+def test_a_cancelled_turn_that_still_waits_never_starts_and_the_next_one_is_not_hit() -> None:
+    """/clear while the engine is busy, then a new question: a shared flag would stop the wrong one."""
+    gate = threading.Event()
+    script = Script([Answer("slow", gate=gate), Answer("third")])  # turn 2 never gets to the script
+    listener = Listener(script)
+    listener.start()
+    listener.ask(1, "one")
+    listener.until(PrefillProgress)
+    listener.ask(2, "two")
+    listener.engine.cancel(2)
+    listener.ask(3, "three")
+    gate.set()
+    reasons = {}
+    while len(reasons) < 3:
+        done = listener.until(TurnDone)
+        assert isinstance(done, TurnDone)
+        reasons[done.turn] = done.reason
+    assert reasons == {1: "cancelled", 2: "cancelled", 3: "stop"}
+    assert not any("two" in prompt for prompt in script.prompts)
+    assert listener.text(3) == "third"
+    listener.close()
+
+
+def test_a_second_turn_recomputes_only_what_is_new() -> None:
+    script = Script([Answer("Hello."), Answer("Again.")])
+    listener = Listener(script)
+    listener.start()
+    listener.answer(1, "hi")
+    done = listener.answer(2, "hi", "Hello.", "more")
+    assert script.prompts[1] == "</s><user>more</s><assistant>"
+    assert done.numbers.cached_tokens == len("<user>hi</s><assistant>Hello.")
+    assert done.numbers.prompt_tokens == done.numbers.cached_tokens + len(script.prompts[1])
+    reports = [event for event in listener.seen if isinstance(event, PrefillProgress) and event.turn == 2]
+    assert reports[-1].done == reports[-1].total == len(script.prompts[1])
+    listener.close()
+
+
+def test_an_error_in_a_turn_drops_the_cache_and_the_next_turn_works() -> None:
+    script = Script([Answer("abcdef", fail_after=2), Answer("Fine.")])
+    listener = Listener(script)
+    listener.start()
+    listener.ask(1, "hi")
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed)
+    assert (failed.turn, failed.fatal) == (1, False)
+    assert "RuntimeError: scripted" in failed.body and "Traceback" in failed.details
+    assert listener.answer(2, "again").reason == "stop"
+    assert len(script.caches) == 2 and script.reused == [0, 0]
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ValueError("block_size has to be in 2..16, got 64."), "got 64."), (MemoryError(), "/clear")],
+)
+def test_errors_for_the_user_have_no_traceback(error: Exception, expected: str) -> None:
+    listener = Listener(Script([Answer("abc", fail_after=0, error=error)]))
+    listener.start()
+    listener.ask(1, "hi")
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed)
+    assert expected in failed.body and failed.details == ""
+    listener.close()
+
+
+def test_a_failed_load_is_fatal_and_says_why() -> None:
+    script = Script(load_error=ValueError("no such folder: /nowhere"))
+    listener = Listener(script)
+    listener.engine.start()
+    listener.engine.submit(LoadModel())
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed)
+    assert failed.fatal and failed.turn is None and "/nowhere" in failed.body
+    listener.close()
+    assert script.streams_cleared == 1
+
+
+def test_shutting_down_stops_a_load_at_its_next_step() -> None:
+    script = Script(load_gate=threading.Event())
+    listener = Listener(script)
+    listener.engine.start()
+    listener.engine.submit(LoadModel())
+    listener.until(ModelLoading)
+    listener.close()
+    assert script.streams_cleared == 1
+
+
+def test_load_progress_is_thinned_but_every_new_step_is_told() -> None:
+    steps = tuple((f"step {n // 100}", n / 1000) for n in range(1000))
+    engine, events = engine_with_clock(Script(load_steps=steps), 0.001)
+    loading = [event for event in events if isinstance(event, ModelLoading)]
+    assert {event.text for event in loading} == {f"step {n}" for n in range(10)}
+    assert len(loading) <= 22
+    assert engine is not None
+
+
+def test_settings_reach_the_sampler_and_the_library() -> None:
+    script = Script()
+    listener = Listener(script)
+    listener.start()
+    wanted = replace(Settings(), temperature=0.7, top_p=0.9, min_p=0.1, top_k=5, seed=3)
+    wanted = replace(wanted, block_size=4, mode="dflash", max_tokens=4)
+    done = listener.answer(1, "hi", settings=wanted)
+    assert script.samplers == [{"temp": 0.7, "top_p": 0.9, "min_p": 0.1, "top_k": 5, "seed": 3}]
+    assert (script.options[0]["block_size"], script.options[0]["mode"]) == (4, "dflash")
+    assert done.reason == "length" and listener.text(1) == "Hell"
+    listener.close()
+
+
+def test_a_model_without_a_chat_template_is_refused_in_words() -> None:
+    engine, _ = engine_with_clock(Script(), 0.01)
+    assert engine._pair is not None
+    engine._pair.tokenizer.has_chat_template = False  # type: ignore[misc]
+    with pytest.raises(ValueError, match="no chat template"):
+        engine.answer(Ask(1, (("user", "hi"),), Settings()))

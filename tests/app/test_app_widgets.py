@@ -1,0 +1,80 @@
+"""The parts that draw numbers: the cycle strip, the facts, the words for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.content import Content
+
+import dflash_mlx.app
+from dflash_mlx.app.messages import ModelCard, Numbers, PrefillProgress, TurnDone
+from dflash_mlx.app.screens.chat import ChatScreen
+from dflash_mlx.app.screens.help import HelpScreen
+from dflash_mlx.app.settings import Settings
+from dflash_mlx.app.text import closing_line, mode_badge, prefill_line, rate, seconds, statistics_line
+from dflash_mlx.app.widgets.cycle_strip import strip
+from dflash_mlx.app.widgets.facts import Fact, pack
+from dflash_mlx.app.widgets.stats_bar import clocks
+
+
+def test_the_strip_tells_accepted_rejected_and_own_apart_without_colour() -> None:
+    assert strip([(2, 3), (3, 3), (0, 3), (0, 0)], 80).plain == "■■□+ ■■■+ □□□+ +"
+
+
+@pytest.mark.parametrize("width", range(30))
+def test_the_strip_shows_whole_cycles_the_newest_first_to_stay(width: int) -> None:
+    drawn = strip([(1, 3), (2, 3), (3, 3)], width).plain
+    assert len(drawn) <= width
+    assert drawn in ("", "■■■+", "■■□+ ■■■+", "■□□+ ■■□+ ■■■+")
+    assert bool(drawn) == (width >= 4)
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
+def test_a_fact_is_never_broken_across_lines(width: int) -> None:
+    numbers = Numbers(generation_tokens=9, decode_tps=41.31, request_tps=30.2, ttft_s=0.416)
+    lines = [line.plain for line in pack(clocks(numbers), width)]
+    facts = ["generation only 41.3 tok/s", "prefill-inclusive 30.2 tok/s", "TTFT 0.42 s"]
+    assert " · ".join(lines).split(" · ") == facts
+    assert all(len(line) <= width or line in facts for line in lines)
+
+
+def test_facts_have_name_value_and_unit() -> None:
+    assert Fact("TTFT", "0.42", "s").content().plain == "TTFT 0.42 s"
+    assert isinstance(Fact("", "2.10", "tokens/cycle").content(), Content)
+
+
+def test_unknown_numbers_are_dashes() -> None:
+    assert (rate(None), seconds(None)) == ("–", "–")
+    assert "–" in statistics_line(Numbers()) and "nan" not in statistics_line(Numbers())
+
+
+def test_the_badge_says_what_runs_and_why_not_dflash() -> None:
+    pair, alone = ModelCard("t", "d", 4, 1.0), ModelCard("t", None, None, 1.0)
+    dflash, plain = Numbers(mode="dflash"), Numbers(mode="plain")
+    assert mode_badge(dflash, pair, Settings()) == "dflash B=4"
+    assert mode_badge(dflash, pair, Settings(block_size=8)) == "dflash B=8"
+    assert mode_badge(Numbers(mode="dflash", block_size=3), pair, Settings(block_size=8)) == "dflash B=3"
+    assert mode_badge(plain, alone, Settings()) == "plain: no draft"
+    assert mode_badge(Numbers(), pair, Settings(mode="plain")) == "plain: by /mode"
+    assert mode_badge(plain, pair, Settings()) == "plain: see the note"
+
+
+def test_the_lines_under_an_answer_say_how_it_ended() -> None:
+    numbers = Numbers(generation_tokens=1, prompt_tokens=1200, cached_tokens=1000, total_s=3.14159)
+    assert closing_line(TurnDone(1, "stop", numbers), empty=False) == (
+        "1 token in 3.14 s · prompt 1,200 tokens, 1,000 from cache"
+    )
+    assert "/max raises it" in closing_line(TurnDone(1, "length", numbers), empty=False)
+    assert "not part of the conversation" in closing_line(TurnDone(1, "cancelled", numbers), empty=True)
+    assert prefill_line(PrefillProgress(1, 12, 200, 1000)) == (
+        "reading the prompt · 12 of 200 tokens · 1,000 from cache"
+    )
+
+
+def test_every_stylesheet_is_used_and_every_widget_file_has_its_own() -> None:
+    """A .tcss that no screen lists does nothing, and nobody notices."""
+    root = Path(dflash_mlx.app.__path__[0])
+    screens = root / "screens"
+    listed = {(screens / path).resolve() for path in [*ChatScreen.CSS_PATH, str(HelpScreen.CSS_PATH)]}
+    assert listed == {path.resolve() for path in root.rglob("*.tcss")}

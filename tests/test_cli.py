@@ -1,0 +1,150 @@
+"""The command line: text on stdout, statistics on stderr, one JSON object, exit statuses, no traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflash_mlx.__main__ import main
+from dflash_mlx.cli import INTERRUPTED, generate_main
+from tests.folders import draft_folder, target_folder
+
+KEYS = set(
+    "text tokens finish_reason mode notes prompt_tokens generation_tokens prefill_s ttft_s decode_s total_s prompt_tps "
+    "decode_tps request_tps cycles drafted accepted mean_acceptance_length draft_acceptance_rate acceptance_histogram "
+    "block_size host_syncs peak_memory_gb".split()
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("models")
+    target, draft = target_folder(root / "tiny"), draft_folder(root / "tiny-draft")
+    return ["--model", str(target), "--draft", str(draft), "--blas", "off", "--mode", "dflash"]
+
+
+def test_text_to_stdout_and_statistics_to_stderr(models: list[str], capsys) -> None:
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "20", "--mode", "plain"]) == 0
+    plain, plain_err = capsys.readouterr()
+    assert out == plain and out.endswith("\n")
+    assert "generation only" in err and "prefill-inclusive" in err and "dflash: block 16" in err
+    assert "plain decoding" in plain_err
+
+
+def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], capsys) -> None:
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "20", "--json", "--block-size", "4"]) == 0
+    out, _ = capsys.readouterr()
+    result = json.loads(out)
+    assert result.keys() >= KEYS
+    assert len(result["tokens"]) == result["generation_tokens"] == 20
+    assert result["finish_reason"] == "length" and result["mode"] == "dflash" and result["block_size"] == 4
+    assert result["accepted"] + result["cycles"] + 1 == 20
+    assert result["host_syncs"] == result["cycles"]
+    assert sum(int(k) * n for k, n in result["acceptance_histogram"].items()) == result["accepted"]
+    assert result["request_tps"] <= result["decode_tps"]
+    assert result["total_s"] >= result["ttft_s"] >= result["prefill_s"] > 0
+
+
+def test_unknown_is_null(models: list[str], capsys) -> None:
+    generate_main([*models, "--prompt", "x", "--max-tokens", "1", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    for key in ("decode_tps", "request_tps", "mean_acceptance_length", "draft_acceptance_rate"):
+        assert result[key] is None
+    assert result["cycles"] == 0 and result["acceptance_histogram"] == {}
+
+
+def test_a_piped_prompt_is_read(models: list[str], capsys, monkeypatch) -> None:
+    generate_main([*models, "--prompt", "piped words", "--json", "--max-tokens", "5"])
+    expected = json.loads(capsys.readouterr().out)
+    for extra in ([], ["--prompt", "-"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("piped words"))
+        assert generate_main([*models, *extra, "--json", "--max-tokens", "5"]) == 0
+        assert json.loads(capsys.readouterr().out)["tokens"] == expected["tokens"]
+
+
+def test_the_chat_template_is_applied_unless_raw(models: list[str], capsys) -> None:
+    counts = []
+    for extra in ([], ["--raw"], ["--system-prompt", "Be brief."]):
+        generate_main([*models, "--prompt", "hello", "--max-tokens", "1", "--json", *extra])
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts == [len("user: hello\nassistant: "), 5, len("system: Be brief.\nuser: hello\nassistant: ")]
+
+
+def test_a_seed_repeats_the_text(models: list[str], capsys) -> None:
+    texts = []
+    for seed in ("5", "5", "6"):
+        generate_main([*models, "--prompt", "hello", "--temp", "1", "--top-p", "0.9", "--seed", seed, "--json"])
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--block-size", "99"], "`block_size` has to be in 2..16"),
+        (["--max-tokens", "0"], "`max_tokens` has to be 1 or more"),
+        (["--temp", "-1"], "`temperature` has to be 0 or more"),
+        (["--model", "./nope"], "does not exist"),
+        (["--draft", "./nope"], "does not exist"),
+        (["--raw", "--system-prompt", "x"], "needs a chat template"),
+        (["--draft", "none", "--mode", "dflash"], "no `draft_model` was given"),
+    ],
+)
+def test_an_explained_error_is_one_message_and_status_1(models, extra, message, capsys) -> None:
+    assert generate_main([*models, "--prompt", "x", *extra]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert [line for line in err.splitlines() if line.startswith("Error: ") and message in line]
+
+
+def test_wrong_usage_is_status_2(models: list[str], capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for argv in (["--max-tokens", "many"], ["--mode", "warp"], models):
+        with pytest.raises(SystemExit) as end:
+            generate_main(argv)
+        assert end.value.code == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_text_so_far(models: list[str], capsys, monkeypatch) -> None:
+    from dflash_mlx.generate import stream_generate
+
+    def interrupted(*args, **kwargs):
+        responses = stream_generate(*args, **kwargs)
+        for _ in range(6):
+            yield next(responses)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["dflash_mlx.generate"], "stream_generate", interrupted)
+    assert generate_main([*models, "--prompt", "hello", "--json"]) == INTERRUPTED
+    result = json.loads(capsys.readouterr().out)
+    assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 6
+
+
+def test_a_closed_pipe_is_quiet(models: list[str]) -> None:
+    command = [sys.executable, "-m", "dflash_mlx.generate", *models, "--prompt", "hello", "--max-tokens", "200"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=120) == 0
+    assert "Traceback" not in said and "BrokenPipe" not in said
+
+
+def test_without_a_command_the_commands_are_listed(capsys) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "python -m dflash_mlx.chat" in out and "python -m dflash_mlx.generate" in out
+    assert main(["--version"]) == 0
+    assert main(["fly"]) == 2
+    assert "Unknown command 'fly'" in capsys.readouterr().err
+
+
+def test_the_console_script_reaches_generate(models: list[str], capsys) -> None:
+    assert main(["generate", *models, "--prompt", "hello", "--max-tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["generation_tokens"] == 3

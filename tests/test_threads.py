@@ -1,0 +1,117 @@
+"""Worker threads: load and generate there, twice, and the process ends with status 0 (cases L63, L64, L72)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PRELUDE = """
+import sys, threading
+sys.path.insert(0, {root!r})
+
+def in_thread(work, *args):
+    box = []
+    def run():
+        try:
+            box.append(work(*args))
+        except BaseException as error:
+            box.append(error)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]
+
+def make():
+    from tests.conftest import byte_tokenizer, tiny_draft
+    from tests.families import BY_NAME, build
+    return build(BY_NAME["llama"]), byte_tokenizer(), tiny_draft()
+
+def answer(pair, prompt, seed=None):
+    from dflash_mlx import make_sampler, stream_generate
+    model, tokenizer, draft = pair
+    sampler = make_sampler(1.0, seed=seed) if seed is not None else None
+    return [r.token for r in stream_generate(model, tokenizer, prompt, 30, draft, mode="dflash", sampler=sampler)]
+"""
+
+
+def run(body: str) -> str:
+    code = PRELUDE.format(root=str(ROOT)) + textwrap.dedent(body)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_load_and_generate_in_a_thread_twice() -> None:
+    out = run(
+        """
+        def work():
+            return answer(make(), [5, 6, 7])
+        print(in_thread(work) == in_thread(work))
+        """
+    )
+    assert out == "True\n"
+
+
+def test_load_in_the_main_thread_and_generate_in_others() -> None:
+    """Evaluated weights may be used elsewhere; a seed gives the same text in any thread."""
+    out = run(
+        """
+        pair = make()
+        greedy = in_thread(answer, pair, [5, 6, 7])
+        print(greedy == in_thread(answer, pair, [5, 6, 7]) == answer(pair, [5, 6, 7]))
+        print(in_thread(answer, pair, [5], 3) == answer(pair, [5], 3))
+        """
+    )
+    assert out == "True\nTrue\n"
+
+
+def test_a_cache_kept_by_one_thread_serves_the_next() -> None:
+    """Nothing lazy is left behind."""
+    out = run(
+        """
+        pair = make()
+        from dflash_mlx import make_prompt_cache, stream_generate
+        model, tokenizer, draft = pair
+        cache = make_prompt_cache(model, draft)
+        def turn(ids):
+            reused = cache.reuse(ids)
+            return [r.token for r in stream_generate(
+                model, tokenizer, ids[reused:], 20, draft, mode="dflash", prompt_cache=cache)]
+        first = in_thread(turn, [1, 2, 3])
+        second = in_thread(turn, [1, 2, 3, *first, 4])
+        print(second == answer(pair, [1, 2, 3, *first, 4])[:20])
+        """
+    )
+    assert out == "True\n"
+
+
+def test_two_requests_at_once_equal_their_solo_runs() -> None:
+    out = run(
+        """
+        pair = make()
+        solo = [answer(pair, [5, 6, 7]), answer(pair, [9] * 20)]
+        both = [None, None]
+        def work(i, prompt):
+            for _ in range(3):
+                both[i] = answer(pair, prompt)
+        threads = [threading.Thread(target=work, args=(i, p)) for i, p in enumerate(([5, 6, 7], [9] * 20))]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        print(both == solo)
+        """
+    )
+    assert out == "True\n"
+
+
+@pytest.mark.slow
+def test_ten_processes_in_a_row_end_with_status_0() -> None:
+    for _ in range(10):
+        run("in_thread(lambda: answer(make(), [5, 6, 7]))")
