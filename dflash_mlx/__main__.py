@@ -33,8 +33,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"chat": _chat, "generate"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or list them. Returns the exit status."""
-    name, *rest = [*(sys.argv[1:] if argv is None else argv), None]
-    if name is None or name in ("-h", "--help", "help"):
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else "help"
+    if name in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0
     if name == "--version":
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"Unknown command {name!r}.\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    return command([arg for arg in rest if arg is not None])
+    return command(words[1:])
 
 
 if __name__ == "__main__":

@@ -44,10 +44,6 @@ class Decider(Protocol):
         """Tokens that became final, in order (the prompt first)."""
         ...
 
-    def log_probs(self, logits: mx.array, row: int) -> mx.array:
-        """[V]: log-probabilities reported for the token of this row."""
-        ...
-
 
 @dataclass
 class _Reader:
@@ -70,17 +66,17 @@ class Matching(_Reader):
 
     def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
         _check_rows(proposal, logits)
-        want = _choose(self.policy, self.draws, logits, position)  # [K+1]
+        rows = log_probs(logits)  # [K+1, V]
+        want = _choose(self.policy, self.draws, rows, position)  # [K+1]
+        if not len(proposal):
+            return Verdict(0, tuple(self.read(want)), rows)
         agree = (proposal.tokens == want[:-1]).astype(mx.int32)
-        kept = mx.cumprod(agree).sum(keepdims=True) if len(proposal) else mx.zeros((1,), mx.int32)
+        kept = mx.cumprod(agree).sum(keepdims=True)
         count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), want]))
-        return Verdict(count, tuple(tokens[: count + 1]))
+        return Verdict(count, tuple(tokens[: count + 1]), rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
         pass
-
-    def log_probs(self, logits: mx.array, row: int) -> mx.array:
-        return log_probs(logits[row])
 
 
 @dataclass
@@ -92,7 +88,8 @@ class Rejection(Matching):
             return super().decide(proposal, logits, position)
         _check_rows(proposal, logits)
         drafts, q = proposal.tokens.astype(mx.int32), proposal.probs  # [K], [K, V]
-        p = self.policy.probs(logits)  # [K+1, V]
+        rows = log_probs(logits)
+        p = self.policy.probs(rows)  # [K+1, V]
         p_draft = mx.take_along_axis(p[:-1], drafts[:, None], axis=-1)[:, 0]
         q_draft = mx.take_along_axis(q, drafts[:, None], axis=-1)[:, 0]
         u = self.draws.uniform("accept", position, len(proposal))
@@ -104,7 +101,7 @@ class Rejection(Matching):
         rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p == q up to rounding
         bonus = self.draws.categorical(mx.log(rest), "target", position)
         count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), drafts, bonus]))
-        return Verdict(count, (*tokens[:count], tokens[-1]))
+        return Verdict(count, (*tokens[:count], tokens[-1]), rows)
 
 
 @dataclass
@@ -118,20 +115,18 @@ class Stepwise(_Reader):
     choose: Callable[[mx.array, int], mx.array]  # ([1, V] log-probabilities, absolute position) -> [1]
     processors: Sequence[LogitsProcessor] = ()
     _history: mx.array | None = None
-    _rows: list[mx.array] = field(default_factory=list)
 
     def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
         _check_rows(proposal, logits)
         drafts = self.read(proposal.tokens) if len(proposal) else []
-        self._rows, tokens = [], list[int]()
+        tokens, rows = list[int](), list[mx.array]()
         for row in range(len(drafts) + 1):
-            processed = self._process(logits[row : row + 1], tokens)
-            rows = log_probs(processed)
-            tokens += self.read(self.choose(rows, position + row))
-            self._rows.append(rows[0])
+            processed = log_probs(self._process(logits[row : row + 1], tokens))  # [1, V]
+            tokens += self.read(self.choose(processed, position + row))
+            rows.append(processed[0])
             if row == len(drafts) or tokens[-1] != drafts[row]:
                 break
-        return Verdict(len(tokens) - 1, tuple(tokens))
+        return Verdict(len(tokens) - 1, tuple(tokens), rows)
 
     def _process(self, logits: mx.array, tokens: list[int]) -> mx.array:
         if self.processors:
@@ -146,9 +141,6 @@ class Stepwise(_Reader):
         if self.processors and tokens:
             new = mx.array(list(tokens), mx.int32)
             self._history = new if self._history is None else mx.concatenate([self._history, new])
-
-    def log_probs(self, logits: mx.array, row: int) -> mx.array:
-        return self._rows[row]
 
 
 def _check_rows(proposal: Proposal, logits: mx.array) -> None:
@@ -176,8 +168,8 @@ def make_decider(
     return Rejection(policy, draws)
 
 
-def _choose(policy: SamplingPolicy, draws: Draws, logits: mx.array, position: int) -> mx.array:
+def _choose(policy: SamplingPolicy, draws: Draws, logprobs: mx.array, position: int) -> mx.array:
     """[R, V] -> [R] int32: the policy's own token at every row; row i is drawn with the key of `position + i`."""
     if policy.greedy:
-        return policy.select(logits).astype(mx.int32)
-    return draws.categorical(policy.log_weights(logits), "target", position)
+        return policy.select(logprobs).astype(mx.int32)
+    return draws.categorical(policy.log_weights(logprobs), "target", position)

@@ -30,11 +30,7 @@ class LayerState(Protocol):
         ...
 
     def abort(self) -> None:
-        """Undo everything since `begin`, also a forward that stopped half-way.
-
-        Raises:
-            CacheStateError: the write cannot be undone; the cache has to be dropped.
-        """
+        """Undo everything since `begin`, also a forward that stopped half-way."""
         ...
 
     def trim_to(self, length: int) -> bool:
@@ -78,7 +74,8 @@ class WindowState:
 
     A write of two or more rows replaces the arrays by new ones in temporal order that hold window - 1 + width
     rows, so dropping rejected rows off the tail is exact and the old arrays are a free checkpoint. A write of
-    one row overwrites a slot in place: it is always kept, and undoing it is refused.
+    one row overwrites, in place, the one row that no later position can see; undoing it moves the write position
+    back, and the next write covers or drops that slot.
     """
 
     def __init__(self, entry: RotatingKVCache) -> None:
@@ -104,12 +101,11 @@ class WindowState:
         e, before = self.entry, self._before
         if e.offset == before.offset:
             return  # the forward never reached this layer
-        if before.keys is None and before.offset > 0:
-            raise CacheStateError(
-                "A sliding-window layer was overwritten in place and cannot be undone, so this cache cannot be "
-                "used any more. Start again with a fresh cache."
-            )
-        e.keys, e.values, e.offset, e._idx = before.keys, before.values, before.offset, before.index
+        if before.keys is not None or before.offset == 0:
+            e.keys, e.values, e._idx = before.keys, before.values, before.index
+        elif e.keys is not None:
+            e._idx = min(before.index, e.keys.shape[2])  # mlx_lm may have cut the ring to its window first
+        e.offset = before.offset
 
     def trim_to(self, length: int) -> bool:
         e = self.entry
@@ -187,14 +183,11 @@ class TargetCache:
         self._kept = keep
 
     def abort(self) -> None:
-        """After an exception: as if `begin` had not happened, or the cache is closed and says why when used."""
+        """After an exception: as if `begin` had not happened."""
         self._check(open=True)
         self._width = None
         for state in self._states:
-            try:
-                state.abort()
-            except CacheStateError as error:
-                self._closed = str(error)
+            state.abort()
 
     def trim_to(self, length: int) -> bool:
         """Keep the first `length` positions. False if some layer cannot; the cache is then closed."""

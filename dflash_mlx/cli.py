@@ -27,7 +27,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo (default)")
     group.add_argument("--draft", default="auto", help="auto (default), none, or a folder or repository")
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "packed"], help="default: fastest for demo")
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "packed"], help="default: as stored")
     group.add_argument(
         "--blas",
         choices=["auto", "off"],
@@ -164,7 +164,8 @@ class LoadingBar:
 
         console = Console(stderr=True)
         self._last = ""
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
         if self._bar:
             self._bar.start()
@@ -173,7 +174,8 @@ class LoadingBar:
 
     def __call__(self, message: str, share: float | None) -> None:
         if self._bar:
-            self._bar.update(self._task, description=message, total=None if share is None else 1.0, completed=share or 0)
+            total = None if share is None else 1.0
+            self._bar.update(self._task, description=message, total=total, completed=share or 0)
         elif message != self._last:
             print(message, file=sys.stderr)
         self._last = message

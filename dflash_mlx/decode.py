@@ -40,7 +40,7 @@ class Commit:
     drafted: int
     source: str
     cycle: int
-    log_probs: tuple[mx.array, ...]  # [V] each, lazy
+    log_probs: mx.array | Sequence[mx.array]  # [V] per token, lazy
     finish_reason: str | None = None  # "stop" or "length" on the last commit
 
 
@@ -139,7 +139,7 @@ def decode(
     prefill_reads = s.decider.host_reads
     s.timings.mark_prefilled()
     s.stats.emitted = 1
-    commit = _commit(s, nothing, verdict, logits, _finish(verdict, max_tokens, stop))
+    commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
     while True:
         remaining = max_tokens - s.stats.emitted
         # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
@@ -149,7 +149,8 @@ def decode(
         if commit.finish_reason:
             return
         with _undo_on_error(s.cache):
-            ids = mx.concatenate([mx.array(s.tokens[-1:], mx.int32), proposal.tokens])  # [K+1]
+            anchor = mx.array(s.tokens[-1:], mx.int32)
+            ids = mx.concatenate([anchor, proposal.tokens]) if len(proposal) else anchor  # [K+1]
             forward = s.forward(ids)
             logits = s.target.logits(forward.hidden)[0]  # [K+1, V]
             verdict = s.decider.decide(proposal, logits, s.position).truncate(remaining, stop)
@@ -158,7 +159,7 @@ def decode(
         s.stats.host_syncs = s.decider.host_reads - prefill_reads
         if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - len(verdict.tokens)) // _CLEAR_EVERY:
             mx.clear_cache()
-        commit = _commit(s, proposal, verdict, logits, _finish(verdict, remaining, stop))
+        commit = _commit(s, proposal, verdict, _finish(verdict, remaining, stop))
 
 
 def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | None) -> mx.array:
@@ -197,7 +198,7 @@ def _propose(s: Session, remaining: int) -> Proposal:
     return s.proposer.propose(s.tokens[-1], limit, s.position).within(s.target.spec.vocab_size)
 
 
-def _commit(s: Session, proposal: Proposal, verdict: Verdict, logits: mx.array, finish: str | None) -> Commit:
+def _commit(s: Session, proposal: Proposal, verdict: Verdict, finish: str | None) -> Commit:
     s.decider.observe(verdict.tokens)
     commit = Commit(
         tokens=verdict.tokens,
@@ -205,7 +206,7 @@ def _commit(s: Session, proposal: Proposal, verdict: Verdict, logits: mx.array, 
         drafted=len(proposal),
         source=proposal.source,
         cycle=s.stats.cycles,
-        log_probs=tuple(s.decider.log_probs(logits, row) for row in range(len(verdict.tokens))),
+        log_probs=verdict.log_probs,
         finish_reason=finish,
     )
     s.record(commit)

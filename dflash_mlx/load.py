@@ -80,9 +80,7 @@ def load(
     _prepare_cpu(blas)
     tell(f"Loading {path_or_hf_repo}", None)
     if path_or_hf_repo == registry.DEMO:
-        folder = demo.target_folder(
-            gguf=gguf and Path(gguf), cache_dir=cache_dir and Path(cache_dir), progress=progress
-        )
+        folder = demo.target_folder(gguf=_path(gguf), cache_dir=_path(cache_dir), progress=progress)
         model, config = demo.load_target(folder, dtype or _demo_dtype())
     else:
         if dtype == "packed":
@@ -144,6 +142,10 @@ def _prepare_cpu(mode: str) -> None:
     note = cpu.ensure_compile()
     if note:
         warnings.warn(note, stacklevel=3)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value).expanduser()
 
 
 def _demo_dtype() -> str:

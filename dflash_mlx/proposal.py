@@ -5,8 +5,8 @@ Sources: Leviathan et al. 2023 (p = target, q = draft); the block layout is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -33,6 +33,8 @@ class Proposal:
         Exact without `probs`, where any guess is kept only if the target chose the same id. A token sampled
         from `probs` [K, V] is in range by construction.
         """
+        if not len(self):
+            return self
         outside = (self.tokens < 0) | (self.tokens >= vocab_size)
         return Proposal(mx.where(outside, 0, self.tokens), self.probs, self.source)
 
@@ -43,13 +45,15 @@ class Verdict:
 
     accepted: draft tokens kept, 0..K.
     tokens:   the accepted prefix and one correction or bonus token.
+    log_probs: [V] per token, lazy: what the target thought of each position.
     """
 
     accepted: int
     tokens: tuple[int, ...]
+    log_probs: mx.array | Sequence[mx.array] = field(default=(), compare=False, repr=False)
 
     def truncate(self, budget: int, stop: Collection[int]) -> Verdict:
         """Cut to at most `budget` tokens and after the first stop token (which is kept)."""
         tokens = self.tokens[:budget]
         end = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
-        return Verdict(min(self.accepted, end), tokens[:end])
+        return Verdict(min(self.accepted, end), tokens[:end], self.log_probs)

@@ -29,7 +29,7 @@ def log_probs(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class SamplingPolicy:
-    """How a token is chosen from logits; the arguments mean what they mean in mlx_lm.
+    """How a token is chosen from log-probabilities; the arguments mean what they mean in mlx_lm.
 
     temperature: 0 is greedy (argmax), and then nothing else matters.
     top_p:       nucleus mass in (0, 1); 0 or >= 1 is off.
@@ -66,24 +66,24 @@ class SamplingPolicy:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def select(self, logits: mx.array) -> mx.array:
+    def select(self, logprobs: mx.array) -> mx.array:
         """[.., V] -> [..]: the greedy token, ties to the lowest id."""
-        return mx.argmax(log_probs(logits), axis=-1)
+        return mx.argmax(logprobs, axis=-1)
 
-    def log_weights(self, logits: mx.array) -> mx.array:
+    def log_weights(self, logprobs: mx.array) -> mx.array:
         """[.., V] -> [.., V] float32: unnormalised log-probabilities after filters and temperature."""
-        kept = log_probs(logits)
+        kept = logprobs
         if 0 < self.top_p < 1:
             kept = sample_utils.apply_top_p(kept, self.top_p)
         if self.min_p > 0:
             kept = sample_utils.apply_min_p(kept, self.min_p, self.min_tokens_to_keep)
-        if 0 < self.top_k < logits.shape[-1]:
+        if 0 < self.top_k < logprobs.shape[-1]:
             kept = sample_utils.apply_top_k(kept, self.top_k)
         return kept.astype(mx.float32) * (1.0 / self.temperature)
 
-    def probs(self, logits: mx.array) -> mx.array:
+    def probs(self, logprobs: mx.array) -> mx.array:
         """[.., V] -> [.., V] float32: the distribution this policy samples from."""
-        return mx.softmax(self.log_weights(logits), axis=-1, precise=True)
+        return mx.softmax(self.log_weights(logprobs), axis=-1, precise=True)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Makes the policy an mlx_lm sampler, drawing from MLX's global random state."""
@@ -118,7 +118,7 @@ class Draws:
         """The policy's seed, or one drawn from MLX's global state (one host read, at the start of a request)."""
         if policy.seed is not None or policy.greedy:
             return cls(policy.seed or 0)
-        return cls(int(mx.random.randint(0, 2**31 - 1).item()))
+        return cls(int(mx.random.randint(0, 2**31 - 1).item()))  # type: ignore[arg-type]
 
     def key(self, purpose: str, position: int) -> mx.array:
         low, high = _base_key(self.seed, purpose)

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_mlx.accept import Matching, Rejection, Stepwise, make_decider
 from dflash_mlx.proposal import Proposal, Verdict
-from dflash_mlx.sampling import Draws, SamplingPolicy
+from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 
 VOCAB = 5
 
@@ -51,7 +51,7 @@ def test_greedy_uses_the_rounding_of_the_baseline() -> None:
     logits = mx.ones((1, 512), dtype=mx.bfloat16)
     logits[0, 100] = 1.0078125  # one bf16 ulp more; the ulp of the log-probability, about -6.2, is four times that
     expected = mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
-    assert SamplingPolicy().select(logits).item() == expected.item() == 0
+    assert GREEDY.decide(proposal(), logits, 0).tokens == (expected.item(),) == (0,)
     assert mx.argmax(logits).item() == 100, "the raw argmax is the other token"
 
 
@@ -71,8 +71,8 @@ def test_truncation_cuts_at_the_budget_and_after_the_first_stop() -> None:
 
 # A Markov target and draft over 5 tokens: every conditional differs, so a slip in rows or residuals shows.
 _rng = np.random.default_rng(11)
-P_LOGITS = mx.array(_rng.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.2)
-Q_LOGITS = mx.array(_rng.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.2)
+P_LOGITS = log_probs(mx.array(_rng.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.2))
+Q_LOGITS = log_probs(mx.array(_rng.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.2))
 START, LENGTH = 2, 3
 
 

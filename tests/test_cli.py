@@ -13,11 +13,12 @@ from dflash_mlx.__main__ import main
 from dflash_mlx.cli import INTERRUPTED, generate_main
 from tests.folders import draft_folder, target_folder
 
-KEYS = set(
-    "text tokens finish_reason mode notes prompt_tokens generation_tokens prefill_s ttft_s decode_s total_s prompt_tps "
-    "decode_tps request_tps cycles drafted accepted mean_acceptance_length draft_acceptance_rate acceptance_histogram "
-    "block_size host_syncs peak_memory_gb".split()
-)
+KEYS = {
+    *("text", "tokens", "finish_reason", "mode", "notes", "prompt_tokens", "generation_tokens"),
+    *("prefill_s", "ttft_s", "decode_s", "total_s", "prompt_tps", "decode_tps", "request_tps"),
+    *("cycles", "drafted", "accepted", "mean_acceptance_length", "draft_acceptance_rate"),
+    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb"),
+}
 
 
 @pytest.fixture(scope="module")

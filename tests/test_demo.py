@@ -261,7 +261,7 @@ def test_a_full_disk_while_converting_is_one_clear_error(
         raise RuntimeError("[write] Unable to write 10 bytes to file.")
 
     monkeypatch.setattr(gguf_module.mx, "save_safetensors", full)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(FetchError, match=r"disk of .* is full"):
         demo.target_folder(gguf=the_gguf, cache_dir=tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache" / "demo").iterdir()] == [".convert.lock"]
@@ -326,7 +326,7 @@ def test_the_real_target_is_fetched_converted_and_knows_the_capital_of_france(tm
         model, config = demo.load_target(folder, "float32")
         tokenizer = mlx_lm.utils.load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "The capital of France is"}], add_generation_prompt=True
+            [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
         )
         assert "Paris" in mlx_lm.generate(model, tokenizer, prompt=prompt, max_tokens=16)
     finally:

@@ -218,8 +218,7 @@ def test_two_at_once_fetch_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     results: list[Path] = []
     messages = [Messages(), Messages()]
     threads = [
-        threading.Thread(target=lambda m=m: results.append(find_or_fetch_gguf(None, cache, m)))  # type: ignore[misc]
-        for m in messages
+        threading.Thread(target=lambda m=m: results.append(find_or_fetch_gguf(None, cache, m))) for m in messages
     ]
     for thread in threads:
         thread.start()

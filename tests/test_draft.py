@@ -192,7 +192,7 @@ def test_the_block_is_seen_both_ways_in_full_layers_and_one_way_in_sliding_ones(
 def test_a_context_that_starts_late_uses_absolute_positions() -> None:
     """The draft joins a filled cache: its rows are rotated where they really are."""
     draft = tiny_draft()
-    features, block = data(8)
+    features, _ = data(8)
     late = DraftContext(draft.config, start=5)
     draft.extend(late, mx.array(features[5:])[None])
     moved = draft.make_context()
@@ -220,7 +220,7 @@ def test_yarn_ignores_mscale() -> None:
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "yarn"}, {"rope_type": "spiral", "factor": 2.0}])
 def test_an_unusable_rope_scaling_is_named(scaling: dict) -> None:
-    with pytest.raises(CheckpointError, match="rope scaling .* is not usable"):
+    with pytest.raises(CheckpointError, match=r"rope scaling .* is not usable"):
         make_rope(draft_config(rope_scaling=scaling))
 
 

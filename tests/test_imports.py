@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
-# A module may import from its own line and the lines above (design: errors <- sampling, cache <- targets, draft <- ...).
+# A module may import from its own line and from the lines above it.
 LAYERS = [
     {"errors", "stats", "proposal", "config", "stops", "registry", "threads", "elf", "openblas", "blas", "cpu", "demo"},
     {"sampling", "cache"},

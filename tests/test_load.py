@@ -101,7 +101,7 @@ def test_an_incomplete_folder_says_what_is_missing(tmp_path: Path, pair: tuple[s
         load(str(tmp_path), blas="off")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"x": mx.zeros(1)})
-    with pytest.raises(CheckpointError, match="could not be loaded by mlx_lm.*no_such_model"):
+    with pytest.raises(CheckpointError, match=r"could not be loaded by mlx_lm.*no_such_model"):
         load(str(tmp_path), blas="off")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from dflash_mlx.sampling import Draws, SamplingPolicy, as_policy, make_sampler
+from dflash_mlx.sampling import Draws, SamplingPolicy, as_policy, log_probs, make_sampler
 
 
 def probs(policy: SamplingPolicy, p: list[float]) -> list[float]:
@@ -55,7 +55,7 @@ def test_the_distribution_is_that_of_mlx_lms_sampler(seed, temp, top_p, min_p, t
     if top_k:
         kept = sample_utils.apply_top_k(kept, top_k)
     expected = mx.softmax(kept / temp, axis=-1)
-    ours = SamplingPolicy(temp, top_p, min_p, top_k=top_k).probs(logits)
+    ours = SamplingPolicy(temp, top_p, min_p, top_k=top_k).probs(log_probs(logits))
     assert mx.abs(ours - expected).max().item() < 1e-5
     assert mx.array_equal(ours > 0, expected > 0)
 

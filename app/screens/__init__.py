@@ -1,1 +1,1 @@
-"""TODO"""
+"""Screens, each with its .tcss beside it."""

@@ -167,8 +167,8 @@ def check_pair(
         token, index = next(iter(differing.items()))
         raise IncompatiblePair(
             f"The draft {draft.name} comes with another tokenizer than {target_name}: {len(differing)} tokens have "
-            f"other ids there, for example {token!r} (id {index} in the draft's). Choose the draft that was trained for "
-            "this target."
+            f"other ids there, for example {token!r} (id {index} in the draft's). Choose the draft that was trained "
+            "for this target."
         )
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from dflash_mlx.draft.context import DraftContext
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Draws, SamplingPolicy
+from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 from dflash_mlx.targets import Target
 
 
@@ -43,7 +43,7 @@ class BlockProposer:
         logits = self.draft.transform_logits(logits)
         if self.policy is None or self.draws is None:
             return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32))
-        weights = self.policy.log_weights(logits)
+        weights = self.policy.log_weights(log_probs(logits))
         tokens = self.draws.categorical(weights, "draft", position)
         return Proposal(tokens, mx.softmax(weights, axis=-1, precise=True))
 

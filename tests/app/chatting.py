@@ -61,7 +61,7 @@ class Chat:
 
     @property
     def busy(self) -> bool:
-        return self.app.chat.conversation.open_turn is not None
+        return self.app.chat.session.conversation.open_turn is not None
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         """Wait for `condition`; a test that never gets there fails here instead of hanging."""
@@ -113,5 +113,3 @@ async def running(
             await chat.ready()
         yield chat
     assert app.close_engine(5.0), "the engine thread did not end"
-
-

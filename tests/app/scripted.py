@@ -102,9 +102,7 @@ class FakeTokenizer:
 
     has_chat_template = True
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool
-    ) -> list[int]:
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
         text = "".join(f"<{message['role']}>{message['content']}</s>" for message in conversation)
         return [ord(c) for c in text + ("<assistant>" if add_generation_prompt else "")]
 

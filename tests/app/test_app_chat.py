@@ -39,7 +39,7 @@ async def test_escape_stops_and_keeps_the_partial_answer_for_the_next_turn() -> 
         await chat.until(lambda: len(chat.answers[0].source) > 20)
         await chat.pilot.press("escape")
         await chat.until(lambda: not chat.busy)
-        kept = chat.app.chat.conversation.turns[0].answer
+        kept = chat.app.chat.session.conversation.turns[0].answer
         assert 0 < len(kept) < len(LONG.text)
         assert chat.answers[0].source == kept
         assert "this much is kept" in chat.screen_text()

@@ -108,7 +108,7 @@ async def test_escape_sequences_do_not_reach_the_terminal() -> None:
         shown = chat.screen_text()
         assert not {c for c in shown if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160}
         assert "a␛]0;owned" in shown
-        assert chat.app.chat.conversation.turns[0].answer == attack, "history keeps what the model said"
+        assert chat.app.chat.session.conversation.turns[0].answer == attack, "history keeps what the model said"
 
 
 async def test_odd_line_breaks_do_not_repeat_text() -> None:

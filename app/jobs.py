@@ -1,0 +1,41 @@
+"""What crosses from the UI to the engine thread: frozen dataclasses of plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dflash_mlx.app.settings import Settings
+
+Messages: TypeAlias = tuple[tuple[str, str], ...]
+"""The conversation as (role, text) pairs, the question last."""
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """Load a target and, unless `draft` is None, its draft."""
+
+    model: str = "demo"
+    draft: str | None = "auto"
+    """"auto", a path or repository, or None for plain decoding."""
+    dtype: str | None = None
+    blas: str = "auto"
+    gguf: str | None = None
+    """A GGUF file to use as the demo target instead of the packaged one."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Answer the last message. `turn` numbers grow; the answer's events carry the same number."""
+
+    turn: int
+    messages: Messages
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Free everything and end the thread."""
+
+
+Job: TypeAlias = LoadModel | Ask | Shutdown

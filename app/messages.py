@@ -1,0 +1,136 @@
+"""What crosses from the engine thread to whoever listens: frozen dataclasses of plain values.
+
+They know nothing of Textual, so the plain path prints them without importing it. The app carries them in an
+`envelope.EngineMessage`: a Textual message cannot be a frozen dataclass itself, its base writes to it when it
+is sent. Times are seconds, rates are tokens per second, None means "not known yet".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Reason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class ModelLoading:
+    """Sent while the model is found, fetched and loaded; the newest replaces the ones before it."""
+
+    text: str
+    """What is being done."""
+    fraction: float | None
+    """0..1, or None when it is not known how long it takes."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What was loaded."""
+
+    target: str
+    draft: str | None
+    """Name of the draft; None means plain decoding."""
+    block_size: int | None
+    """What the draft runs unless told otherwise: anchor and draft tokens together."""
+    load_s: float
+    notes: tuple[str, ...] = ()
+    """What the library warned about while it loaded, such as why there is no draft."""
+
+
+@dataclass(frozen=True)
+class ModelReady:
+    """Sent once, when the first question can be asked."""
+
+    card: ModelCard
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """Sent while the prompt is read; the newest replaces the ones before it."""
+
+    turn: int
+    done: int
+    """Tokens read so far, of `total`."""
+    total: int
+    """Tokens that have to be read: the prompt without what the cache already holds."""
+    cached: int
+    """Tokens that the cache already holds."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the answer, at most about 20 a second. Never dropped, never replaced."""
+
+    turn: int
+    text: str
+    n_tokens: int
+    """Tokens that this piece stands for; may be 0 for text that was held back."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The running numbers of a turn, as the engine measured them."""
+
+    mode: str = ""
+    """"dflash" or "plain"; empty before the first token."""
+    block_size: int | None = None
+    """What ran: anchor and draft tokens together; 1 for plain decoding."""
+    prompt_tokens: int = 0
+    """The whole prompt, `cached_tokens` included."""
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    ttft_s: float | None = None
+    """From the question to the first token."""
+    total_s: float | None = None
+    """From the question to the newest token."""
+    prompt_tps: float | None = None
+    decode_tps: float | None = None
+    """Generation only: tokens after the first, over the time after the first."""
+    request_tps: float | None = None
+    """Prefill-inclusive: all tokens of the answer, over the time since the question."""
+    cycles: int = 0
+    tokens_per_cycle: float | None = None
+    """Mean acceptance length: 1 + accepted / cycles."""
+    acceptance_rate: float | None = None
+    """Draft tokens accepted / draft tokens proposed, 0..1."""
+    recent: tuple[tuple[int, int], ...] = ()
+    """(accepted, drafted) of the last cycles, oldest first."""
+    peak_gb: float | None = None
+    notes: tuple[str, ...] = ()
+    """Fallbacks and facts for the user."""
+
+
+@dataclass(frozen=True)
+class CycleTick:
+    """Sent at most ten times a second while an answer grows; the newest replaces the ones before it."""
+
+    turn: int
+    numbers: Numbers
+
+
+@dataclass(frozen=True)
+class TurnDone:
+    """The last message of a turn that did not fail. All its text has been sent before."""
+
+    turn: int
+    reason: Reason
+    numbers: Numbers
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """Something went wrong. After `fatal` no question can be asked; otherwise the next turn starts clean."""
+
+    title: str
+    body: str
+    fatal: bool
+    turn: int | None = None
+    """The turn that failed; None outside a turn."""
+    details: str = ""
+    """A traceback if this is a bug, to print when the app has closed; empty for errors meant for the user."""
+
+
+Event: TypeAlias = ModelLoading | ModelReady | PrefillProgress | Chunk | CycleTick | TurnDone | EngineFailed
+
+REPLACEABLE = (ModelLoading, PrefillProgress, CycleTick)
+"""Events of which only the newest matters."""

@@ -1,0 +1,56 @@
+"""What fills the window before the first message: the name, what is being loaded, then what was loaded."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Center, Vertical
+from textual.content import Content
+from textual.widgets import ProgressBar, Static
+
+from dflash_mlx.app.messages import ModelCard
+from dflash_mlx.app.text import pair_name, seconds, visible
+
+WORDMARK = Content.assemble(("■■■", "$accent"), ("+", "$primary"), "  ", ("dflash", "bold"))
+
+
+class Welcome(Vertical):
+    """Classes: `-loading` (with a bar), `-ready`, `-error`."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="-loading")
+        self._title = Static(WORDMARK, id="wordmark")
+        self._line = Static("Starting", markup=False, id="doing")
+        self._bar = ProgressBar(total=None, show_eta=False, show_percentage=False)
+        self._more = Static("", markup=False, id="more")
+
+    def compose(self) -> ComposeResult:
+        yield self._title
+        yield self._line
+        with Center():
+            yield self._bar
+        yield self._more
+
+    def show_loading(self, text: str, fraction: float | None) -> None:
+        """Say what is being done; `fraction` 0..1, or None for a bar that only shows life."""
+        share = "" if fraction is None else f" · {fraction:.0%}"
+        self._line.update(Content(visible(text) + share))
+        if fraction is None:
+            self._bar.update(total=None)
+        else:
+            self._bar.update(total=100, progress=100 * min(max(fraction, 0.0), 1.0))
+
+    def show_ready(self, card: ModelCard) -> None:
+        self._state("-ready")
+        how = "no draft: plain decoding" if card.draft is None else f"block size {card.block_size}"
+        self._line.update(Content(visible(f"{pair_name(card)} · {how}")))
+        ready = f"loaded in {seconds(card.load_s)} s · ask anything, F1 shows the keys"
+        self._more.update(Content(visible("\n\n".join([ready, *card.notes]))))
+
+    def show_failure(self, title: str, body: str) -> None:
+        self._state("-error")
+        self._line.update(Content(visible(title)))
+        self._more.update(Content(visible(body)))
+
+    def _state(self, state: str) -> None:
+        self.remove_class("-loading", "-ready", "-error")
+        self.add_class(state)

@@ -1,0 +1,176 @@
+"""The embedded pair, plain against dflash: same prompts, same ids, order A B B A, identity checked.
+
+    python -m bench.demo                      all 24 prompts of 128 tokens, about 20 minutes on two old cores
+    python -m bench.demo --prompts 4 --tokens 64 --out /tmp/demo.json
+
+Both arms are this project's own loop in one process after one warm-up of each arm; request time includes prefill.
+A difference in tokens is reported with the gap between the two best logits there, and fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ARMS = ("plain", "dflash", "dflash", "plain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, help="only the first n of every category mixed (default: all)")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--block-size", type=int, help="default: the draft's choice for this machine")
+    parser.add_argument("--blas", choices=["auto", "off"], default="auto")
+    parser.add_argument("--dtype")
+    parser.add_argument("--gguf")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "demo.json")
+    args = parser.parse_args(argv)
+    result = run(args)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(summary(result)))
+    return 0 if all(row["identical"] for row in result["prompts"]) else 1
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from bench import machine
+    from dflash_mlx import load
+
+    tell = lambda message, share: print(message, file=sys.stderr) if share is None else None  # noqa: E731
+    pair = load("demo", draft="auto", blas=args.blas, dtype=args.dtype, gguf=args.gguf, progress=tell)
+    card = machine.card()
+    prompts = choose(args.prompts)
+    for arm in ("plain", "dflash"):  # warm-up, discarded
+        ask(pair, prompts[0]["prompt"], arm, 16, args.block_size)
+    rows = []
+    for number, item in enumerate(prompts, 1):
+        trials = [ask(pair, item["prompt"], arm, args.tokens, args.block_size) for arm in ARMS]
+        rows.append(compare(item, trials))
+        print(f"{number}/{len(prompts)} {rows[-1]['category']}: {rows[-1]['ratio']:.2f}", file=sys.stderr)
+    return {
+        "schema": "dflash-demo-1",
+        "command": "python -m bench.demo" + "".join(f" {a}" for a in sys.argv[1:] if "/" not in a),
+        "machine": card,
+        "settings": {
+            "tokens": args.tokens,
+            "order": " ".join(ARMS),
+            "block_size": rows[0]["block_size"],
+            "temperature": 0,
+            "target_dtype": str(pair[0].model.norm.weight.dtype).removeprefix("mlx.core."),
+        },
+        "prompts": rows,
+        "categories": {name: pool([r for r in rows if r["category"] == name]) for name in categories(rows)},
+        "all": pool(rows),
+    }
+
+
+def choose(count: int | None) -> list[dict[str, str]]:
+    """Every prompt, or `count` of them taken round-robin from the categories."""
+    prompts = [json.loads(line) for line in (HERE / "prompts" / "demo.jsonl").read_text().splitlines()]
+    if count is None:
+        return prompts
+    seen: Counter[str] = Counter()
+    ranked = []
+    for item in prompts:
+        ranked.append((seen[item["category"]], item))
+        seen[item["category"]] += 1
+    return [item for _, item in sorted(ranked, key=lambda pair: pair[0])][:count]
+
+
+def ask(pair: Any, prompt: str, arm: str, tokens: int, block_size: int | None) -> dict[str, Any]:
+    """One request, timed from the call to its last response."""
+    from dflash_mlx import stream_generate
+    from dflash_mlx.cli import chat_ids
+
+    model, tokenizer, draft = pair
+    ids = chat_ids(tokenizer, prompt, None, raw=False)
+    start = time.perf_counter()
+    responses = list(stream_generate(model, tokenizer, ids, tokens, draft, mode=arm, block_size=block_size))
+    seconds = time.perf_counter() - start
+    last = responses[-1]
+    return {
+        "arm": arm,
+        "request_s": seconds,
+        "decode_s": last.timings.decode_s,
+        "tokens": [r.token for r in responses],
+        "stats": last.stats,
+        "block_size": last.block_size,
+    }
+
+
+def compare(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """One prompt's row: times of both arms, their ratio, acceptance, and whether the tokens are the same."""
+    times = {arm: [t["request_s"] for t in trials if t["arm"] == arm] for arm in ("plain", "dflash")}
+    decode = {arm: [t["decode_s"] for t in trials if t["arm"] == arm] for arm in ("plain", "dflash")}
+    drafted = next(t for t in trials if t["arm"] == "dflash")
+    stats = drafted["stats"]
+    sequences = [t["tokens"] for t in trials]
+    first = next((i for i, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1), None)
+    same = first is None and len({len(s) for s in sequences}) == 1
+    return {
+        "category": item["category"],
+        "prompt": item["prompt"],
+        "generation_tokens": len(sequences[0]),
+        "identical": same,
+        "diverges_at": None if same else (first if first is not None else min(map(len, sequences))),
+        "plain_s": times["plain"],
+        "dflash_s": times["dflash"],
+        "plain_decode_s": decode["plain"],
+        "dflash_decode_s": decode["dflash"],
+        "ratio": sum(times["plain"]) / sum(times["dflash"]),
+        "block_size": drafted["block_size"],
+        "cycles": stats.cycles,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+    }
+
+
+def categories(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["category"] for row in rows))
+
+
+def pool(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pooled over prompts: total-time speed-ups on both clocks, and the field's acceptance figures."""
+    total = {
+        key: sum(sum(row[key]) for row in rows) for key in ("plain_s", "dflash_s", "plain_decode_s", "dflash_decode_s")
+    }
+    cycles, accepted = sum(r["cycles"] for r in rows), sum(r["accepted"] for r in rows)
+    drafted = sum(r["drafted"] for r in rows)
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "prompts": len(rows),
+        "identical": sum(row["identical"] for row in rows),
+        "speedup_request": total["plain_s"] / total["dflash_s"],
+        "speedup_decode": total["plain_decode_s"] / total["dflash_decode_s"],
+        "speedup_request_median": float(np.median(ratios)),
+        "speedup_request_min": min(ratios),
+        "speedup_request_max": max(ratios),
+        "mean_acceptance_length": 1 + accepted / cycles if cycles else None,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+    }
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """The table for a terminal; `bench.report` makes the README's from the same JSON."""
+    lines = [f"{'category':10s} {'n':>3s} {'same':>5s} {'tokens/cycle':>13s} {'request':>8s} {'decode':>7s}"]
+    for name, row in [*result["categories"].items(), ("all", result["all"])]:
+        length = row["mean_acceptance_length"]
+        lines.append(
+            f"{name:10s} {row['prompts']:3d} {row['identical']:5d} {length or 0:13.2f} "
+            f"{row['speedup_request']:7.2f}x {row['speedup_decode']:6.2f}x"
+        )
+    lines.append(f"request-time ratio dflash/plain: {1 / result['all']['speedup_request']:.3f}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Write the README's tables from the committed results, between their markers; a test checks that they agree.
+
+python -m bench.report [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def demo_table(result: dict[str, Any]) -> str:
+    """Per category and in all: identity, acceptance, and speed-ups on both clocks."""
+    machine, settings, total = result["machine"], result["settings"], result["all"]
+    lines = [
+        "| prompts | n | same tokens | tokens per cycle | drafts accepted | speed-up, prefill-inclusive "
+        "| speed-up, generation only |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in [*result["categories"].items(), ("**all**", total)]:
+        lines.append(
+            f"| {name} | {row['prompts']} | {row['identical']} of {row['prompts']} "
+            f"| {row['mean_acceptance_length']:.2f} | {row['draft_acceptance_rate']:.0%} "
+            f"| {row['speedup_request']:.2f}x | {row['speedup_decode']:.2f}x |"
+        )
+    lines += [
+        "",
+        f"Single prompts range from {total['speedup_request_min']:.2f}x to {total['speedup_request_max']:.2f}x. "
+        f"Block {settings['block_size']}, greedy, at most {settings['tokens']} tokens, target in "
+        f"{settings['target_dtype']}; {machine['chip']}, {machine['cores']} cores, {machine['system']}, "
+        f"mlx {machine['mlx']}, {machine['date']}; {machine['blas']} Order {settings['order']}; "
+        f"`{result['command']}`, [bench/results/demo.json](bench/results/demo.json).",
+    ]
+    return "\n".join(lines)
+
+
+def overhead_line(result: dict[str, Any]) -> str:
+    """The loop's own cost beside mlx_lm's."""
+    rate = result["median_per_second"]
+    return (
+        f"On a two-layer random model, where little but the loop is left, mlx_lm's own loop makes {rate['mlx_lm']:.0f} "
+        f"steps per second, ours without drafts {rate['plain']:.0f} ({result['ratio_plain']:.2f} of it), and "
+        f"{rate['block of 4']:.0f} cycles of block 4 ({result['ratio_cycle']:.2f}), medians of "
+        f"{len(result['per_second']['plain'])} runs in one process; `{result['command']}`, "
+        "[bench/results/overhead.json](bench/results/overhead.json)."
+    )
+
+
+BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo_table, "overhead": overhead_line}
+
+
+def render(text: str) -> str:
+    """The README's text with every block made anew."""
+    for name, make in BLOCKS.items():
+        block = make(json.loads((RESULTS / f"{name}.json").read_text()))
+        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
+        if not pattern.search(text):
+            raise SystemExit(f"README.md has no markers <!-- {name}:begin --> and <!-- {name}:end -->.")
+        text = pattern.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    path = ROOT / "README.md"
+    old = path.read_text()
+    new = render(old)
+    if "--check" in (sys.argv[1:] if argv is None else argv):
+        print("README tables agree." if new == old else "README tables differ: run python -m bench.report")
+        return int(new != old)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
