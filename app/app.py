@@ -53,10 +53,6 @@ class ChatApp(App[None]):
         """Hand over to the chat's own queue, so that a slow layout there never delays keys here."""
         self.chat.post_message(message)
 
-    def on_unmount(self) -> None:
-        """Tell the engine to stop, in whatever way the app came to close."""
-        self.engine.shutdown()
-
     def close_engine(self, timeout_s: float) -> bool:
         """Wait for the engine to finish its cycle; False if it is still busy. Call it after `run`."""
         if self.engine.is_alive():

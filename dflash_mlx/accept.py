@@ -97,8 +97,9 @@ class Rejection(Matching):
         kept = mx.cumprod((u * q_draft < p_draft).astype(mx.int32)).sum(keepdims=True)  # [1]
         p_next = mx.take(p, kept, axis=0)  # [1, V]
         q_next = mx.take(mx.concatenate([q, mx.zeros_like(q[:1])]), kept, axis=0)
-        rest = mx.where(mx.isnan(q_next), p_next, mx.maximum(p_next - q_next, 0))
-        rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)  # p == q up to rounding
+        rest = mx.maximum(p_next - q_next, 0)
+        # Nothing is left if p == q up to rounding, or if q is NaN (the comparison is false then, too): draw from p.
+        rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)
         bonus = self.draws.categorical(mx.log(rest), "target", position)
         count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), drafts, bonus]))
         return Verdict(count, (*tokens[:count], tokens[-1]), rows)

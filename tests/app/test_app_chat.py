@@ -10,6 +10,8 @@ from chatting import make_app, running
 from scripted import Answer, Script
 from textual import events
 
+from dflash_mlx.app.envelope import EngineMessage
+from dflash_mlx.app.messages import Chunk, CycleTick, Numbers, PrefillProgress, TurnDone
 from dflash_mlx.app.screens.help import HelpScreen
 
 LONG = Answer("many words " * 9000, depths=(3, 0), cycle_s=0.004)
@@ -99,6 +101,29 @@ async def test_clearing_in_the_middle_of_an_answer_starts_a_clean_conversation()
         assert chat.engine.asked[1].messages == (("user", "fresh"),)
         assert chat.answers[0].source == "Clean."
         assert "many words" not in chat.screen_text()
+
+
+async def test_late_events_of_a_cleared_turn_change_nothing() -> None:
+    """The engine finishes its cycle after /clear, and the next answer must not begin with the old one's words."""
+    gate = threading.Event()
+    async with running(Script([Answer("one"), Answer("two", gate=gate)])) as chat:
+        await chat.send("first")
+        await chat.pilot.press("ctrl+l")
+        await chat.send("second", wait=False)
+        ghost = Numbers(generation_tokens=99, ttft_s=77.0)
+        for event in (
+            Chunk(1, "ghost", 1),
+            CycleTick(1, ghost),
+            TurnDone(1, "stop", ghost),
+            PrefillProgress(1, 5, 5, 0),
+        ):
+            chat.app.post_message(EngineMessage(event))
+        await chat.pilot.pause(0.1)
+        assert chat.busy and chat.answers[0].source == "" and "77.0" not in chat.screen_text()
+        gate.set()
+        await chat.until(lambda: not chat.busy)
+        assert chat.answers[0].source == "two"
+        assert chat.app.chat.session.conversation.turns[-1].answer == "two"
 
 
 async def test_enter_during_an_answer_keeps_the_text_and_says_why() -> None:
