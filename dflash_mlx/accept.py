@@ -25,19 +25,39 @@ from dflash_mlx.proposal import Proposal, Verdict
 from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, log_probs
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """A decision that is still on the device.
+
+    packed: [n] int32, all that has to be read.
+    token:  [1] int32, the target's next token, which is known before the read because there were no drafts.
+    unpack: the verdict from what was read.
+    """
+
+    packed: mx.array
+    token: mx.array | None
+    unpack: Callable[[list[int]], Verdict]
+
+
 class Decider(Protocol):
     """Decides a block, and the one-row case that ends prefill."""
 
     host_reads: int
 
-    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
-        """Judge a proposal.
+    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> Judgement | None:
+        """Decide without reading anything; None if this decider needs the host for it.
 
         Args:
             proposal: K draft tokens after the anchor.
             logits: [K+1, V], any float dtype; row i predicts the token after slot i, slot 0 is the anchor.
             position: absolute position of the token that row 0 predicts.
         """
+        ...
+
+    def decide(
+        self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
+    ) -> Verdict:
+        """Decide and read; arguments as for `judge`, whose result may be handed in."""
         ...
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -64,16 +84,26 @@ class Matching(_Reader):
     policy: SamplingPolicy
     draws: Draws
 
-    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> Judgement:
         _check_rows(proposal, logits)
         rows = log_probs(logits)  # [K+1, V]
         want = _choose(self.policy, self.draws, rows, position)  # [K+1]
         if not len(proposal):
-            return Verdict(0, tuple(self.read(want)), rows)
+            return Judgement(want, want, lambda read: Verdict(0, tuple(read), rows))
         agree = (proposal.tokens == want[:-1]).astype(mx.int32)
-        kept = mx.cumprod(agree).sum(keepdims=True)
-        count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), want]))
-        return Verdict(count, tuple(tokens[: count + 1]), rows)
+        kept = mx.cumprod(agree).sum(keepdims=True).astype(mx.int32)
+
+        def unpack(read: list[int]) -> Verdict:
+            count, *tokens = read
+            return Verdict(count, tuple(tokens[: count + 1]), rows)
+
+        return Judgement(mx.concatenate([kept, want]), None, unpack)
+
+    def decide(
+        self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
+    ) -> Verdict:
+        judged = judgement or self.judge(proposal, logits, position)
+        return judged.unpack(self.read(judged.packed))
 
     def observe(self, tokens: Sequence[int]) -> None:
         pass
@@ -83,9 +113,9 @@ class Matching(_Reader):
 class Rejection(Matching):
     """Rejection sampling (rule A) where the proposal carries q, else rule B. One host read per block."""
 
-    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> Judgement:
         if proposal.probs is None or not len(proposal):
-            return super().decide(proposal, logits, position)
+            return super().judge(proposal, logits, position)
         _check_rows(proposal, logits)
         drafts, q = proposal.tokens.astype(mx.int32), proposal.probs  # [K], [K, V]
         rows = log_probs(logits)
@@ -101,8 +131,12 @@ class Rejection(Matching):
         # Nothing is left if p == q up to rounding, or if q is NaN (the comparison is false then, too): draw from p.
         rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p_next)
         bonus = self.draws.categorical(mx.log(rest), "target", position)
-        count, *tokens = self.read(mx.concatenate([kept.astype(mx.int32), drafts, bonus]))
-        return Verdict(count, (*tokens[:count], tokens[-1]), rows)
+
+        def unpack(read: list[int]) -> Verdict:
+            count, *tokens = read
+            return Verdict(count, (*tokens[:count], tokens[-1]), rows)
+
+        return Judgement(mx.concatenate([kept.astype(mx.int32), drafts, bonus]), None, unpack)
 
 
 @dataclass
@@ -117,7 +151,12 @@ class Stepwise(_Reader):
     processors: Sequence[LogitsProcessor] = ()
     _history: mx.array | None = None
 
-    def decide(self, proposal: Proposal, logits: mx.array, position: int) -> Verdict:
+    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> None:
+        return None
+
+    def decide(
+        self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
+    ) -> Verdict:
         _check_rows(proposal, logits)
         drafts = self.read(proposal.tokens) if len(proposal) else []
         tokens, rows = list[int](), list[mx.array]()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from dflash_mlx.accept import Decider
+from dflash_mlx.accept import Decider, Judgement
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.proposal import Proposal, Verdict
 from dflash_mlx.proposers import Proposer
@@ -69,7 +69,7 @@ class Session:
         return self.base + len(self.tokens)
 
     def forward(self, ids: mx.array) -> Forward:
-        """Run [T] ids inside a new transaction, which the caller commits; undone on any exception."""
+        """Run [T] ids inside a new transaction, which the caller commits or aborts."""
         self.cache.begin(ids.size)
         return self.target.forward(ids[None], self.cache, self.proposer.taps)
 
@@ -103,8 +103,7 @@ class Session:
     def settle(self) -> None:
         """Write the anchor too, so that an mlx_lm cache list holds every returned token, as after mlx_lm."""
         if self.position == self.cache.length + 1:
-            with _undo_on_error(self.cache):
-                self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
+            self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
         self.evaluate()
 
     def evaluate(self) -> None:
@@ -133,33 +132,72 @@ def decode(
         progress: called with (processed, total) prompt tokens; an exception it raises leaves whole chunks behind.
     """
     s = session
-    logits = _prefill(s, prompt, prefill_step_size, progress)  # [1, V]
-    nothing = Proposal(mx.array([], dtype=mx.int32), source="prefill")
-    verdict = s.decider.decide(nothing, logits, s.position)
-    prefill_reads = s.decider.host_reads
-    s.timings.mark_prefilled()
-    s.stats.emitted = 1
-    commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
-    while True:
-        remaining = max_tokens - s.stats.emitted
-        # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
-        proposal = nothing if commit.finish_reason else _propose(s, remaining)
-        mx.async_eval(proposal.tokens)
-        yield commit
-        if commit.finish_reason:
-            return
-        with _undo_on_error(s.cache):
-            anchor = mx.array(s.tokens[-1:], mx.int32)
-            ids = mx.concatenate([anchor, proposal.tokens]) if len(proposal) else anchor  # [K+1]
-            forward = s.forward(ids)
-            logits = s.target.logits(forward.hidden)[0]  # [K+1, V]
-            verdict = s.decider.decide(proposal, logits, s.position).truncate(remaining, stop)
-            s.keep(forward, len(verdict.tokens))
-        s.stats.record(drafted=len(proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
-        s.stats.host_syncs = s.decider.host_reads - prefill_reads
-        if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - len(verdict.tokens)) // _CLEAR_EVERY:
-            mx.clear_cache()
-        commit = _commit(s, proposal, verdict, _finish(verdict, remaining, stop))
+    try:
+        logits = _prefill(s, prompt, prefill_step_size, progress)  # [1, V]
+        nothing = Proposal(mx.array([], dtype=mx.int32), source="prefill")
+        verdict = s.decider.decide(nothing, logits, s.position)
+        prefill_reads = s.decider.host_reads
+        s.timings.mark_prefilled()
+        s.stats.emitted = 1
+        commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
+        ahead: _Step | None = None
+        while True:
+            remaining = max_tokens - s.stats.emitted
+            # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
+            proposal = nothing if commit.finish_reason or ahead else _propose(s, remaining)
+            mx.async_eval(proposal.tokens)
+            yield commit
+            if commit.finish_reason:
+                return
+            step = ahead or _verify(s, proposal, mx.array(s.tokens[-1:], mx.int32), s.position)
+            ahead = _step_ahead(s, step, remaining)
+            verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
+            verdict = verdict.truncate(remaining, stop)
+            finish = _finish(verdict, remaining, stop)
+            if ahead is None:
+                s.keep(step.forward, len(verdict.tokens))
+            elif finish:
+                s.cache.abort()
+            s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
+            s.stats.host_syncs = s.decider.host_reads - prefill_reads
+            if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - len(verdict.tokens)) // _CLEAR_EVERY:
+                mx.clear_cache()
+            commit = _commit(s, step.proposal, verdict, finish)
+    finally:  # an exception, an interrupt, or a caller who stopped: nothing half-written stays
+        if s.cache.is_open:
+            s.cache.abort()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A verification that was submitted and not read yet."""
+
+    proposal: Proposal
+    forward: Forward
+    logits: mx.array  # [K+1, V]
+    judgement: Judgement | None
+
+
+def _verify(s: Session, proposal: Proposal, anchor: mx.array, position: int) -> _Step:
+    """One target forward over [anchor, drafts], in a transaction that stays open; `position`: of row 0's token."""
+    ids = mx.concatenate([anchor, proposal.tokens]) if len(proposal) else anchor  # [K+1]
+    forward = s.forward(ids)
+    logits = s.target.logits(forward.hidden)[0]
+    return _Step(proposal, forward, logits, s.decider.judge(proposal, logits, position))
+
+
+def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
+    """Without drafts the next step needs no read: submit it before this one is read, as mlx_lm does.
+
+    None if there is no next step, or if it needs the host. Otherwise this step is committed and the next one open.
+    """
+    token = step.judgement.token if step.judgement else None
+    if token is None or remaining < 2 or not s.proposer.idle:
+        return None
+    s.keep(step.forward, 1)
+    ahead = _verify(s, step.proposal, token, s.position + 1)
+    mx.async_eval(ahead.logits if ahead.judgement is None else ahead.judgement.packed)
+    return ahead
 
 
 def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | None) -> mx.array:
@@ -173,17 +211,15 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     done = 0
     while done < len(todo) - 1:
         chunk = todo[done : min(done + step, len(todo) - 1)]
-        with _undo_on_error(s.cache):
-            s.keep(s.forward(mx.array(chunk)), len(chunk))
-            s.evaluate()
+        s.keep(s.forward(mx.array(chunk)), len(chunk))
+        s.evaluate()
         s.tokens.extend(chunk)
         done += len(chunk)
         if progress:
             progress(done, len(todo))
         mx.clear_cache()
-    with _undo_on_error(s.cache):
-        forward = s.forward(mx.array(todo[-1:]))
-        s.keep(forward, 1)
+    forward = s.forward(mx.array(todo[-1:]))
+    s.keep(forward, 1)
     s.tokens.append(todo[-1])
     s.decider.observe(prompt)
     logits = s.target.logits(forward.hidden[:, -1:])[0]
@@ -217,17 +253,3 @@ def _finish(verdict: Verdict, remaining: int, stop: Collection[int]) -> str | No
     if verdict.tokens[-1] in stop:
         return "stop"
     return "length" if len(verdict.tokens) >= remaining else None
-
-
-class _undo_on_error:
-    """Abort the open transaction if the block raises (interrupts included), then let the exception through."""
-
-    def __init__(self, cache: TargetCache) -> None:
-        self.cache = cache
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None and self.cache.is_open:
-            self.cache.abort()

@@ -275,4 +275,3 @@ def _on_stream(stream: mx.Stream, responses: Generator[GenerationResponse]) -> G
     finally:
         with mx.stream(stream):
             responses.close()
-

@@ -16,10 +16,17 @@ class _ClearStreams:
         mx.clear_streams()
 
 
-_held = threading.local()  # CPython drops a thread's values in that thread, as its last act
+class _PerThread(threading.local):
+    """CPython drops a thread's values in that thread, as its last act."""
+
+    def __init__(self) -> None:  # runs once per thread, at its first use
+        if threading.current_thread() is not threading.main_thread():
+            self.guard = _ClearStreams()
+
+
+_held = _PerThread()
 
 
 def leave_cleanly() -> None:
     """Have the current thread clear its MLX streams when it ends. Nothing to do in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        _held.guard = _ClearStreams()
+    vars(_held)

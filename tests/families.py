@@ -129,6 +129,8 @@ class ScriptedProposer:
     for none, "empty" for no proposal at all.
     """
 
+    idle = False
+
     def __init__(self, truth: Sequence[int], script: Script, taps: tuple[int, ...] = (), vocab: int = VOCAB) -> None:
         self.truth, self.script, self.taps, self.vocab = list(truth), list(script), taps, vocab
         self.cycle = 0

@@ -31,6 +31,10 @@ def test_the_grid_is_token_identical_to_mlx_lm(name: str, script: str) -> None:
         assert [c.finish_reason for c in commits] == [None] * (len(commits) - 1) + ["length"]
         assert session.position == session.cache.length + 1 == len(PROMPT) + count
         assert session.stats.emitted == count
+        done = 0
+        for commit in commits:
+            assert commit.drafted <= min(block - 1, max(count - done - 1, 0)), "no draft beyond the budget"
+            done += len(commit.tokens)
         assert sum(k * n for k, n in session.stats.histogram.items()) == session.stats.accepted
         rows = mx.concatenate(session.proposer.observed, axis=1).shape[1]
         assert rows == session.cache.length, "the draft saw exactly the committed positions"

@@ -60,6 +60,25 @@ def test_load_and_generate_in_a_thread_twice() -> None:
     assert out == "True\n"
 
 
+def test_one_thread_may_load_and_generate_several_times(tmp_path: Path) -> None:
+    """Its streams are cleared when it ends, not between its requests."""
+    out = run(
+        f"""
+        from pathlib import Path
+        def work():
+            from dflash_mlx import load
+            from tests.folders import draft_folder, target_folder
+            target, draft = target_folder(Path({str(tmp_path)!r}) / "t"), draft_folder(Path({str(tmp_path)!r}) / "d")
+            pair = load(str(target), draft=str(draft), blas="off")
+            first = answer(pair, [5, 6, 7])
+            pair = load(str(target), draft=str(draft), blas="off")
+            return first == answer(pair, [5, 6, 7]) == answer(pair, [5, 6, 7])
+        print(in_thread(work))
+        """
+    )
+    assert out == "True\n"
+
+
 def test_load_in_the_main_thread_and_generate_in_others() -> None:
     """Evaluated weights may be used elsewhere; a seed gives the same text in any thread."""
     out = run(

@@ -17,9 +17,11 @@ class Proposer(Protocol):
     """What the decode loop asks of a source of drafts.
 
     taps: target layers whose features it wants from every forward; empty if none.
+    idle: it will never propose anything.
     """
 
     taps: tuple[int, ...]
+    idle: bool
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
         """Up to `limit` tokens after the anchor; may be none, may be lazy.
@@ -45,6 +47,7 @@ class NullProposer:
     """Proposes nothing: plain decoding through the same loop."""
 
     taps: tuple[int, ...] = ()
+    idle = True
 
     def __init__(self) -> None:
         self._nothing = Proposal(mx.array([], dtype=mx.int32), source="none")

@@ -21,6 +21,8 @@ class BlockProposer:
         the draft's best guess per position.
     """
 
+    idle = False
+
     def __init__(
         self,
         draft: DraftModel,
