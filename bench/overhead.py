@@ -65,6 +65,7 @@ def make_arms() -> dict[str, Callable[[], Iterator[Any]]]:
     from mlx_lm.models import llama
 
     from dflash_mlx.accept import make_decider
+    from dflash_mlx.blocksize import FixedBlock
     from dflash_mlx.cache import TargetCache
     from dflash_mlx.decode import Session, decode
     from dflash_mlx.proposal import Proposal
@@ -81,20 +82,18 @@ def make_arms() -> dict[str, Callable[[], Iterator[Any]]]:
     class Constant(NullProposer):
         """Three drafts that are never right: every cycle rolls back."""
 
-        idle = False
-
         def propose(self, anchor: int, limit: int, position: int) -> Proposal:
             return Proposal(mx.full((min(limit, 3),), (anchor + 1) % 256, dtype=mx.int32))
 
-    def ours(proposer: Proposer) -> Iterator[Any]:
+    def ours(proposer: Proposer, block_size: int) -> Iterator[Any]:
         cache = TargetCache(target.make_entries(), 0)
         decider = make_decider(SamplingPolicy(), (), Draws(0))
-        return decode(Session(target, cache, proposer, decider, 4), prompt, max_tokens=TOKENS)
+        return decode(Session(target, cache, proposer, decider, FixedBlock(block_size)), prompt, max_tokens=TOKENS)
 
     return {
         "mlx_lm": lambda: generate_step(mx.array(prompt), model, max_tokens=TOKENS),
-        "plain": lambda: ours(NullProposer()),
-        "block of 4": lambda: ours(Constant()),
+        "plain": lambda: ours(NullProposer(), 1),
+        "block of 4": lambda: ours(Constant(), 4),
     }
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from dflash_mlx.accept import Decider, Judgement
+from dflash_mlx.blocksize import BlockSchedule
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.proposal import Proposal, Verdict
 from dflash_mlx.proposers import Proposer
@@ -25,6 +26,7 @@ from dflash_mlx.targets import Forward, Target
 
 UNLIMITED = 1 << 62  # max_tokens = -1
 _CLEAR_EVERY = 256  # emitted tokens between two returns of MLX's buffer pool
+_FLUSH_EVERY = 32  # cycles after which a context that no draft has read yet is computed
 Progress = Callable[[int, int], None]
 
 
@@ -55,7 +57,7 @@ class Session:
     cache: TargetCache
     proposer: Proposer
     decider: Decider
-    block_size: int
+    schedule: BlockSchedule
     tokens: list[int] = field(default_factory=list)
     base: int = 0
     stats: Stats = field(default_factory=Stats)
@@ -137,7 +139,7 @@ def decode(
         nothing = Proposal(mx.array([], dtype=mx.int32), source="prefill")
         verdict = s.decider.decide(nothing, logits, s.position)
         prefill_reads = s.decider.host_reads
-        s.timings.mark_prefilled()
+        read_at = s.timings.mark_prefilled()
         s.stats.emitted = 1
         commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
         ahead: _Step | None = None
@@ -153,6 +155,11 @@ def decode(
             ahead = _step_ahead(s, step, remaining)
             verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
             verdict = verdict.truncate(remaining, stop)
+            now = s.timings.clock()
+            s.schedule.record(
+                drafted=len(step.proposal), emitted=len(verdict.tokens), seconds=now - read_at, position=s.position
+            )
+            read_at = now
             finish = _finish(verdict, remaining, stop)
             if ahead is None:
                 s.keep(step.forward, len(verdict.tokens))
@@ -162,6 +169,8 @@ def decode(
             s.stats.host_syncs = s.decider.host_reads - prefill_reads
             if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - len(verdict.tokens)) // _CLEAR_EVERY:
                 mx.clear_cache()
+            if s.stats.cycles % _FLUSH_EVERY == 0:
+                s.proposer.flush()
             commit = _commit(s, step.proposal, verdict, finish)
     finally:  # an exception, an interrupt, or a caller who stopped: nothing half-written stays
         if s.cache.is_open:
@@ -192,7 +201,7 @@ def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
     None if there is no next step, or if it needs the host. Otherwise this step is committed and the next one open.
     """
     token = step.judgement.token if step.judgement else None
-    if token is None or remaining < 2 or not s.proposer.idle:
+    if token is None or remaining < 2 or s.schedule.limit() or not s.schedule.sure():
         return None
     s.keep(step.forward, 1)
     ahead = _verify(s, step.proposal, token, s.position + 1)
@@ -230,7 +239,7 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
 
 
 def _propose(s: Session, remaining: int) -> Proposal:
-    limit = min(s.block_size - 1, remaining - 1)
+    limit = min(s.schedule.limit(), remaining - 1)
     return s.proposer.propose(s.tokens[-1], limit, s.position).within(s.target.spec.vocab_size)
 
 

@@ -34,9 +34,6 @@ class PromptCache:
         self.context = self.draft.make_context() if self.draft else None
         self.tokens.clear()
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def reuse(self, ids: Sequence[int]) -> int:
         """Keep the longest common prefix with `ids` and return its length, always less than len(ids).
 

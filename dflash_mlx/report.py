@@ -33,6 +33,7 @@ def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_r
         "decode_tps": timings.decode_tps,
         "request_tps": timings.request_tps,
         "cycles": stats.cycles,
+        "plain_steps": stats.plain_steps,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
@@ -62,6 +63,8 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         lines.append(
             f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {stats.cycles} cycles, {share}"
         )
+        if stats.plain_steps > 1:
+            lines.append(f"plain for {stats.plain_steps} of them, where drafts did not pay")
     else:
         lines.append("plain decoding")
     lines.append(f"peak memory: {last.peak_memory:.2f} GB")

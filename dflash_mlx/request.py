@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from dflash_mlx import blas
 from dflash_mlx.accept import make_decider
+from dflash_mlx.blocksize import AdaptiveBlock, BlockSchedule, FixedBlock
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
@@ -31,13 +32,20 @@ RULES = ("rejection", "match")
 
 @dataclass(frozen=True)
 class Request:
-    """What will run. mode: "dflash" or "plain"; block_size: 1 for plain."""
+    """What will run.
+
+    draft:      also given for plain decoding over a prompt cache that keeps its context, which is then kept fed.
+    mode:       "dflash" or "plain".
+    block_size: 1 for plain.
+    adaptive:   rest from speculating where it does not pay.
+    """
 
     target: Target
     draft: DraftModel | None
     mode: str
     notes: tuple[str, ...]
     block_size: int
+    adaptive: bool
     max_tokens: int
     prefill_step_size: int
     policy: SamplingPolicy | Sampler
@@ -72,9 +80,31 @@ class Request:
             cache=cache,
             proposer=self._proposer(cache, draws),
             decider=decider,
-            block_size=self.block_size,
+            schedule=self._schedule(),
             tokens=tokens,
             base=base,
+        )
+
+    def _schedule(self) -> BlockSchedule:
+        if self.adaptive and self.draft is not None and not self._text_depends_on_blocks():
+            return AdaptiveBlock(self.block_size, self.draft.costs)
+        return FixedBlock(self.block_size)
+
+    def _text_depends_on_blocks(self) -> bool:
+        """Rejection sampling with a seed: the text is exact whatever the blocks, but not the same text.
+
+        A schedule that follows the clock would break the promise that a seed repeats it.
+        """
+        policy = self.policy
+        return self._samples_drafts() and isinstance(policy, SamplingPolicy) and policy.seed is not None
+
+    def _samples_drafts(self) -> bool:
+        policy = self.policy
+        return (
+            isinstance(policy, SamplingPolicy)
+            and not policy.greedy
+            and not self.processors
+            and self.rule == "rejection"
         )
 
     def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
@@ -83,9 +113,8 @@ class Request:
         context = self.prompt_cache.context_in_step() if self.prompt_cache is not None else None
         if context is None:
             context = self.draft.make_context(cache.length)
-        policy = self.policy
-        if isinstance(policy, SamplingPolicy) and not policy.greedy and not self.processors and self.rule != "match":
-            return BlockProposer(self.draft, self.target, context, policy, draws)
+        if self._samples_drafts() and isinstance(self.policy, SamplingPolicy):
+            return BlockProposer(self.draft, self.target, context, self.policy, draws)
         return BlockProposer(self.draft, self.target, context)
 
     def close(self, session: Session) -> None:
@@ -155,10 +184,11 @@ def plan(
         )
     return Request(
         target=target,
-        draft=draft if speculates else None,
+        draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
         notes=tuple(notes),
         block_size=_block(draft, block_size) if speculates and draft else 1,
+        adaptive=speculates and mode == "auto" and block_size is None,
         max_tokens=UNLIMITED if max_tokens == -1 else max_tokens,
         prefill_step_size=prefill_step_size,
         policy=as_policy(policy),
@@ -230,6 +260,11 @@ def _check_cache(
             "autoregressive draft does not fit; use make_prompt_cache(model, draft_model) of dflash_mlx."
         )
     return None, prompt_cache
+
+
+def _kept_draft(held: PromptCache | None) -> DraftModel | None:
+    """The draft whose context a plain request keeps fed."""
+    return None if held is None else held.draft
 
 
 def _unseen(held: PromptCache | None, entries: list | None) -> bool:

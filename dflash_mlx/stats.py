@@ -19,6 +19,7 @@ class Stats:
     """What the cycles did. Everything is counted after truncation, so it describes what the caller received."""
 
     cycles: int = 0
+    plain_steps: int = 0  # cycles without drafts
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0  # the prefill token included
@@ -27,6 +28,7 @@ class Stats:
 
     def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
         self.cycles += 1
+        self.plain_steps += drafted == 0
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
@@ -67,8 +69,9 @@ class Timings:
     def __post_init__(self) -> None:
         self.start = self.clock()
 
-    def mark_prefilled(self) -> None:
+    def mark_prefilled(self) -> float:
         self.prefilled = self.clock()
+        return self.prefilled
 
     def mark_burst(self) -> None:
         """The tokens of a commit become visible now; the caller counts them in `emitted` one by one."""

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 from dflash_mlx.accept import make_decider
+from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.decode import Session
@@ -89,7 +90,8 @@ def greedy_session(name: str, proposer=None, block_size: int = 4, dtype: mx.Dtyp
     target = target_for(tiny(name, dtype))
     decider = make_decider(SamplingPolicy(), (), Draws(0))
     cache = TargetCache(target.make_entries(), 0)
-    return Session(target, cache, proposer or NullProposer(), decider, block_size)
+    schedule = FixedBlock(block_size if proposer else 1)
+    return Session(target, cache, proposer or NullProposer(), decider, schedule)
 
 
 def tokens_of(commits) -> list[int]:

@@ -129,8 +129,6 @@ class ScriptedProposer:
     for none, "empty" for no proposal at all.
     """
 
-    idle = False
-
     def __init__(self, truth: Sequence[int], script: Script, taps: tuple[int, ...] = (), vocab: int = VOCAB) -> None:
         self.truth, self.script, self.taps, self.vocab = list(truth), list(script), taps, vocab
         self.cycle = 0
@@ -158,6 +156,9 @@ class ScriptedProposer:
         if self.taps and count:
             rows = mx.concatenate(self.observed, axis=1)
             self.observed = [rows[:, : rows.shape[1] - count]]
+
+    def flush(self) -> None:
+        mx.async_eval(self.observed)
 
     def evaluate(self) -> None:
         mx.eval(self.observed)

@@ -534,12 +534,21 @@ def test_a_cache_of_other_models_is_refused(tokenizer) -> None:
         stream("llama", tokenizer, prompt_cache=make_prompt_cache(tiny("llama"), tiny_draft()))
 
 
-def test_a_plain_request_on_a_pairs_cache_leaves_a_note_for_the_next(tokenizer) -> None:
-    cache = make_prompt_cache(tiny("llama"), DRAFT)
-    first = [r.token for r in stream("llama", tokenizer, max_tokens=10, mode="plain", prompt_cache=cache)]
-    responses = list(stream("llama", tokenizer, [3], max_tokens=10, prompt_cache=cache))
-    assert [r.token for r in responses] == reference("llama", PROMPT + first + [3], 10)
-    assert any("has not seen" in note for note in responses[-1].notes)
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+def test_a_plain_request_keeps_the_drafts_context_in_step(name: str, tokenizer) -> None:
+    """So that the next turn speculates as if every turn had (case L82)."""
+    caches = [make_prompt_cache(tiny(name), DRAFT) for _ in range(2)]
+    for cache, mode in zip(caches, ("plain", "dflash"), strict=True):
+        list(stream(name, tokenizer, max_tokens=70, mode=mode, prompt_cache=cache, prefill_step_size=8))
+        assert cache.context.length == cache.cache.length == len(PROMPT) + 69
+    plain, block = ([a for layer in c.context.layers for a in layer.arrays] for c in caches)
+    tolerance = 1e-4 if name == "llama-sliding" else 0
+    for a, b in zip(plain, block, strict=True):
+        assert mx.abs(a[:, :, :90] - b[:, :, :90]).max().item() <= tolerance
+    runs = [list(stream(name, tokenizer, [3], max_tokens=20, prompt_cache=cache)) for cache in caches]
+    assert [r.token for r in runs[0]] == [r.token for r in runs[1]]
+    assert runs[0][-1].stats.histogram == runs[1][-1].stats.histogram
+    assert not any("has not seen" in note for note in runs[0][-1].notes)
 
 
 def test_a_closed_cache_says_why() -> None:

@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
-    {"errors", "stats", "proposal", "config", "stops", "registry", "threads", "elf", "openblas", "blas", "cpu", "demo"},
+    {"errors", "stats", "proposal", "config", "stops", "registry", "threads", "blocksize"},
+    {"elf", "openblas", "blas", "cpu", "demo"},
     {"sampling", "cache"},
     {"targets", "draft", "accept"},
     {"proposers", "prompt_cache"},

@@ -102,8 +102,12 @@ class DraftContext:
 
     def evaluate(self) -> None:
         """Force pending writes: after a prefill chunk, and before another thread may use the context."""
-        mx.eval([layer.arrays for layer in self.layers])
+        mx.eval(self.arrays)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for layer in self.layers for array in layer.arrays]
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for layer in self.layers for array in layer.arrays)
+        return sum(array.nbytes for array in self.arrays)

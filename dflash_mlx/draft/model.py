@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
+from dflash_mlx.blocksize import Costs
 from dflash_mlx.config import SLIDING, DraftConfig
 from dflash_mlx.draft.context import DraftContext, FullLayer, SlidingLayer
 from dflash_mlx.draft.rope import make_rope
@@ -92,6 +93,7 @@ class DraftModel(nn.Module):
 
     name:       where it came from, for messages.
     block_size: the block to run when the caller does not say (at most `config.block_size`).
+    costs:      what cycles with it cost on this machine, learnt while it runs.
     """
 
     def __init__(self, config: DraftConfig, name: str = "draft") -> None:
@@ -99,6 +101,7 @@ class DraftModel(nn.Module):
         self.config = config
         self.name = name
         self.block_size = config.block_size
+        self.costs = Costs()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [Layer(config, index) for index in range(config.num_layers)]

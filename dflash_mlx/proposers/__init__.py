@@ -17,11 +17,9 @@ class Proposer(Protocol):
     """What the decode loop asks of a source of drafts.
 
     taps: target layers whose features it wants from every forward; empty if none.
-    idle: it will never propose anything.
     """
 
     taps: tuple[int, ...]
-    idle: bool
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
         """Up to `limit` tokens after the anchor; may be none, may be lazy.
@@ -38,8 +36,12 @@ class Proposer(Protocol):
         """The last `count` observed positions are not final after all."""
         ...
 
+    def flush(self) -> None:
+        """Start pending device work on what was observed, without waiting for it."""
+        ...
+
     def evaluate(self) -> None:
-        """Force pending device work on what was observed."""
+        """Finish pending device work on what was observed."""
         ...
 
 
@@ -47,7 +49,6 @@ class NullProposer:
     """Proposes nothing: plain decoding through the same loop."""
 
     taps: tuple[int, ...] = ()
-    idle = True
 
     def __init__(self) -> None:
         self._nothing = Proposal(mx.array([], dtype=mx.int32), source="none")
@@ -59,6 +60,9 @@ class NullProposer:
         pass
 
     def forget(self, count: int) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def evaluate(self) -> None:

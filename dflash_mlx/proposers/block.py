@@ -21,8 +21,6 @@ class BlockProposer:
         the draft's best guess per position.
     """
 
-    idle = False
-
     def __init__(
         self,
         draft: DraftModel,
@@ -55,6 +53,9 @@ class BlockProposer:
 
     def forget(self, count: int) -> None:
         self.context.drop(count)
+
+    def flush(self) -> None:
+        mx.async_eval(self.context.arrays)
 
     def evaluate(self) -> None:
         self.context.evaluate()
