@@ -57,10 +57,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for number, item in enumerate(prompts, 1):
         trials = [ask(pair, item["prompt"], arm, args.tokens, args.block_size) for arm in ORDER]
         rows.append(compare(item, trials))
-        print(
-            f"{number}/{len(prompts)} {rows[-1]['category']}: {rows[-1]['speedup_dflash']:.2f} {rows[-1]['speedup_auto']:.2f}",
-            file=sys.stderr,
-        )
+        row = rows[-1]
+        done = f"{number}/{len(prompts)} {row['category']}"
+        print(f"{done}: dflash {row['speedup_dflash']:.2f}, auto {row['speedup_auto']:.2f}", file=sys.stderr)
     return {
         "schema": "dflash-demo-2",
         "command": "python -m bench.demo" + "".join(f" {a}" for a in sys.argv[1:] if "/" not in a),
@@ -115,11 +114,11 @@ def ask(pair: Any, prompt: str, arm: str, tokens: int, block_size: int | None) -
 
 
 def compare(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """One prompt's row: times of both arms, their ratio, acceptance, and whether the tokens are the same."""
-    times = {arm: [t["request_s"] for t in trials if t["arm"] == arm] for arm in ("plain", "dflash")}
-    decode = {arm: [t["decode_s"] for t in trials if t["arm"] == arm] for arm in ("plain", "dflash")}
+    """One prompt's row: times of the arms, speed-ups over plain, acceptance, and whether the tokens are the same."""
+    request = {arm: [t["request_s"] for t in trials if t["arm"] == arm] for arm in ARMS}
+    decode = {arm: [t["decode_s"] for t in trials if t["arm"] == arm] for arm in ARMS}
     drafted = next(t for t in trials if t["arm"] == "dflash")
-    stats = drafted["stats"]
+    stats, auto = drafted["stats"], next(t for t in trials if t["arm"] == "auto")["stats"]
     sequences = [t["tokens"] for t in trials]
     first = next((i for i, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1), None)
     same = first is None and len({len(s) for s in sequences}) == 1
@@ -129,16 +128,16 @@ def compare(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any
         "generation_tokens": len(sequences[0]),
         "identical": same,
         "diverges_at": None if same else (first if first is not None else min(map(len, sequences))),
-        "plain_s": times["plain"],
-        "dflash_s": times["dflash"],
-        "plain_decode_s": decode["plain"],
-        "dflash_decode_s": decode["dflash"],
-        "ratio": sum(times["plain"]) / sum(times["dflash"]),
+        "request_s": request,
+        "decode_s": decode,
+        "speedup_dflash": sum(request["plain"]) / sum(request["dflash"]),
+        "speedup_auto": sum(request["plain"]) / sum(request["auto"]),
         "block_size": drafted["block_size"],
         "cycles": stats.cycles,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "plain_share_auto": auto.plain_steps / auto.cycles if auto.cycles else None,
     }
 
 
@@ -148,35 +147,42 @@ def categories(rows: list[dict[str, Any]]) -> list[str]:
 
 def pool(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Pooled over prompts: total-time speed-ups on both clocks, and the field's acceptance figures."""
-    total = {
-        key: sum(sum(row[key]) for row in rows) for key in ("plain_s", "dflash_s", "plain_decode_s", "dflash_decode_s")
-    }
+    total = {key: {arm: sum(sum(row[key][arm]) for row in rows) for arm in ARMS} for key in ("request_s", "decode_s")}
     cycles, accepted = sum(r["cycles"] for r in rows), sum(r["accepted"] for r in rows)
     drafted = sum(r["drafted"] for r in rows)
-    ratios = [row["ratio"] for row in rows]
-    return {
+    result: dict[str, Any] = {
         "prompts": len(rows),
         "identical": sum(row["identical"] for row in rows),
-        "speedup_request": total["plain_s"] / total["dflash_s"],
-        "speedup_decode": total["plain_decode_s"] / total["dflash_decode_s"],
-        "speedup_request_median": float(np.median(ratios)),
-        "speedup_request_min": min(ratios),
-        "speedup_request_max": max(ratios),
         "mean_acceptance_length": 1 + accepted / cycles if cycles else None,
         "draft_acceptance_rate": accepted / drafted if drafted else None,
     }
+    for arm in ARMS[1:]:
+        single = [row[f"speedup_{arm}"] for row in rows]
+        result[arm] = {
+            "speedup_request": total["request_s"]["plain"] / total["request_s"][arm],
+            "speedup_decode": total["decode_s"]["plain"] / total["decode_s"][arm],
+            "median": float(np.median(single)),
+            "min": min(single),
+            "max": max(single),
+        }
+    return result
 
 
 def summary(result: dict[str, Any]) -> list[str]:
     """The table for a terminal; `bench.report` makes the README's from the same JSON."""
-    lines = [f"{'category':10s} {'n':>3s} {'same':>5s} {'tokens/cycle':>13s} {'request':>8s} {'decode':>7s}"]
+    lines = [
+        f"{'category':10s} {'n':>3s} {'same':>5s} {'tokens/cycle':>13s} {'dflash':>7s} {'auto':>7s}  (request time)"
+    ]
     for name, row in [*result["categories"].items(), ("all", result["all"])]:
-        length = row["mean_acceptance_length"]
         lines.append(
-            f"{name:10s} {row['prompts']:3d} {row['identical']:5d} {length or 0:13.2f} "
-            f"{row['speedup_request']:7.2f}x {row['speedup_decode']:6.2f}x"
+            f"{name:10s} {row['prompts']:3d} {row['identical']:5d} {row['mean_acceptance_length'] or 0:13.2f} "
+            f"{row['dflash']['speedup_request']:6.2f}x {row['auto']['speedup_request']:6.2f}x"
         )
-    lines.append(f"request-time ratio dflash/plain: {1 / result['all']['speedup_request']:.3f}")
+    whole = result["all"]
+    lines.append(
+        f"request-time ratio to plain: dflash {1 / whole['dflash']['speedup_request']:.3f}, "
+        f"auto {1 / whole['auto']['speedup_request']:.3f}"
+    )
     return lines
 
 

@@ -15,7 +15,9 @@ from typing import Protocol
 _PROBE = 4  # speculative cycles before each decision
 _MEASURE = 4  # plain steps when the cost of one is not known
 _REST, _LONGEST_REST = 24, 192  # plain steps before the next look
-_MEMORY = 12  # speculative cycles whose tokens are averaged
+_MEMORY = 20  # speculative cycles whose tokens are averaged
+_LOOK = 3  # speculative cycles between two looks while it pays
+_PATIENCE = 0.95  # rest when slower than this share of plain: a dip of luck costs less than a rest
 _REFRESH = 256  # speculative cycles after which the cost of a plain step is measured anew
 _SMOOTHING = 0.25  # weight of a new timing
 _OUTLIER = 3.0  # a cycle that waited for something else counts as at most so many usual ones
@@ -112,11 +114,11 @@ class AdaptiveBlock:
         elif plain is None or self._since_measured >= _REFRESH:
             self._since_measured = 0
             self._enter(speculating=False, cycles=_MEASURE)
-        elif fmean(self._gains) / cycle < 1 / plain:
+        elif fmean(self._gains) / cycle < _PATIENCE / plain:
             self._enter(speculating=False, cycles=self._rest)
             self._rest = min(2 * self._rest, _LONGEST_REST)
         else:
-            self._rest, self._left = _REST, 1
+            self._rest, self._left = _REST, _LOOK
 
     def _enter(self, *, speculating: bool, cycles: int) -> None:
         self._speculating, self._left = speculating, cycles
