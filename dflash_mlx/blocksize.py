@@ -14,7 +14,7 @@ from typing import Protocol
 
 _PROBE = 4  # speculative cycles before each decision
 _MEASURE = 4  # plain steps when the cost of one is not known
-_REST, _LONGEST_REST = 24, 192  # plain steps before the next look
+_REST, _LONGEST_REST = 24, 96  # plain steps before the next look
 _MEMORY = 20  # speculative cycles whose tokens are averaged
 _LOOK = 3  # speculative cycles between two looks while it pays
 _PATIENCE = 0.95  # rest when slower than this share of plain: a dip of luck costs less than a rest
@@ -115,6 +115,7 @@ class AdaptiveBlock:
             self._since_measured = 0
             self._enter(speculating=False, cycles=_MEASURE)
         elif fmean(self._gains) / cycle < _PATIENCE / plain:
+            self._gains.clear()  # the text will be another one after the rest
             self._enter(speculating=False, cycles=self._rest)
             self._rest = min(2 * self._rest, _LONGEST_REST)
         else:
