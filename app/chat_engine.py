@@ -1,7 +1,7 @@
 """Load a pair and answer turns. No thread and no UI here: `EngineThread` and the plain path share this class.
 
 Invariant: the cache is either consistent with what was yielded, or dropped. The whole conversation is
-rendered each turn (real roles through the model's template, L62) and the cache keeps what it can of it, so
+rendered each turn (real roles through the model's template) and the cache keeps what it can of it, so
 editing, regenerating and clearing need no case of their own.
 """
 

@@ -2,7 +2,7 @@
 
 UI -> engine is a queue of jobs, engine -> UI is the `post` callable. Nothing here waits for the UI, and the
 UI never waits for a cycle except when it quits. Its last act is `clear_streams`: without it mlx 0.32.4 on
-Linux aborts the process at exit (rc 134, spec case L64).
+Linux aborts the process at exit (exit status 134).
 """
 
 from __future__ import annotations

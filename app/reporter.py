@@ -1,7 +1,7 @@
 """Turns a stream of responses into few messages: text at most 20 times a second, numbers at most 10.
 
 A post costs the engine thread little, but every post costs the UI a layout; at DFlash speed one per token
-would make the screen the bottleneck (spec case L77). Rates are the engine's own: waiting here changes none.
+would make the screen the bottleneck. Rates are the engine's own: waiting here changes none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TurnReporter:
         self._emit(TurnDone(self.turn, reason, self.numbers()))
 
     def numbers(self) -> Numbers:
-        """The numbers as of the newest response. No rate before two tokens (L80)."""
+        """The numbers as of the newest response. No rate before two tokens."""
         last = self._last
         if last is None:
             return Numbers(prompt_tokens=self._prompt, cached_tokens=self._cached)

@@ -111,7 +111,7 @@ def _open_app(load: LoadModel, settings: Settings) -> int:
     code = app.return_code or 0
     if not finished:
         # The engine sits in something that cannot be interrupted, an import or one very long step. Running the
-        # interpreter down under it is what makes MLX abort (L64); the terminal has been restored already.
+        # interpreter down under it is what makes MLX abort; the terminal has been restored already.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

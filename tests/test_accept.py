@@ -157,7 +157,7 @@ def test_sampled_text_has_the_targets_own_distribution_in_20000_runs(name: str, 
 
 
 def test_the_chi_square_test_notices_a_classic_mistake() -> None:
-    """Ratio test against an argmax draft as if it had been sampled: not exact (case L49c)."""
+    """Ratio test against an argmax draft as if it had been sampled: not exact."""
     policy = POLICIES["t1"]
     counts = np.zeros((VOCAB,) * LENGTH)
     for seed in range(1200):
@@ -202,7 +202,7 @@ def test_identical_distributions_accept_everything() -> None:
 
 
 def test_a_draft_that_returned_nan_is_rejected_and_replaced_from_p() -> None:
-    """Case L41: acceptance may die, the text may not."""
+    """Acceptance may die, the text may not."""
     policy = SamplingPolicy(1.0)
     counts = np.zeros(VOCAB)
     for seed in range(1500):

@@ -44,7 +44,7 @@ def test_where_drafts_pay_it_keeps_speculating(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_it_leaves_and_returns_with_the_text(seed: int) -> None:
-    """Prose, then code, then prose (case L82)."""
+    """Prose, then code, then prose."""
     schedule = AdaptiveBlock(4, Costs())
     text = [(1.1, 300), (2.6, 600), (1.1, 300)]
     shares = []

@@ -66,7 +66,7 @@ def test_any_sequence_of_blocks_leaves_exactly_the_kept_rows(blocks: list[tuple[
 
 
 def test_rejected_keys_never_reappear_after_the_window_wraps() -> None:
-    """What mlx_lm's own `trim` gets wrong, silently (case L16)."""
+    """What mlx_lm's own `trim` gets wrong, silently."""
     cache = fresh()
     cache.begin(11)
     write(cache, 0, 11)
@@ -166,6 +166,6 @@ def test_trim_refuses_a_wrapped_ring_and_says_so() -> None:
 
 
 def test_a_cache_type_without_exact_rollback_is_refused_by_name() -> None:
-    """Before the first token (case L15)."""
+    """Before the first token."""
     with pytest.raises(UnsupportedTarget, match=r"entry 1 is a ArraysCache.*KVCache, RotatingKVCache"):
         TargetCache([KVCache(), ArraysCache(2)], 0)

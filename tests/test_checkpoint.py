@@ -108,7 +108,7 @@ def test_a_config_that_would_cost_acceptance_is_refused(config: dict, message: s
 
 
 def test_causality_follows_the_precedence_of_the_checkpoints() -> None:
-    """`is_causal`, then `dflash_config.causal`, then the layer type (spec/dflash.md 1.6)."""
+    """`is_causal`, then `dflash_config.causal`, then the layer type."""
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 
     def causal(config: dict) -> list[bool]:
@@ -136,14 +136,14 @@ def test_a_leading_model_prefix_and_several_files_are_fine(tmp_path: Path) -> No
 
 
 def test_float16_weights_run_in_float32(tmp_path: Path) -> None:
-    """Fused features overflow float16 (case L41)."""
+    """Fused features overflow float16."""
     weights = {k: v.astype(mx.float16) for k, v in tree_flatten(tiny_draft().parameters())}
     assert load_draft(write(tmp_path, weights=weights)).dtype == mx.float32
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_draft_quantised_in_part_loads_and_computes_alike(tmp_path: Path, packed: bool) -> None:
-    """Exactly the modules that carry scales are quantised (case L40)."""
+    """Exactly the modules that carry scales are quantised."""
     draft = tiny_draft(seed=4)
     nn.quantize(
         draft, group_size=32, bits=8, class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mlp" in path
@@ -180,7 +180,7 @@ def spoiled(change) -> dict:
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: dict, message: str) -> None:
-    """A part left out still writes correct text and accepts little (case L43)."""
+    """A part left out still writes correct text and accepts little."""
     with pytest.raises(CheckpointError, match=message):
         load_draft(write(tmp_path, weights=weights))
 

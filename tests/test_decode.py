@@ -22,7 +22,7 @@ LENGTHS = (1, 2, 3, 7, 16, 17, 60)
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 @pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3"])
 def test_the_grid_is_token_identical_to_mlx_lm(name: str, script: str) -> None:
-    """spec/cases.md section 0: block sizes x acceptance scripts of mixed depth x max_tokens."""
+    """Block sizes x acceptance scripts of mixed depth x max_tokens."""
     truth = reference(name, PROMPT, 60)
     for block, count in itertools.product(BLOCKS, LENGTHS):
         session = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script], (0, 2)), block)
@@ -51,7 +51,7 @@ def test_every_family_and_dtype_survives_mixed_depths(name: str, dtype: mx.Dtype
 @pytest.mark.parametrize("script", ["mixed", "all", "wide"])
 @pytest.mark.parametrize("length", [1, 2, 5, 14, 15, 16, 17, 18, 20])
 def test_prompts_around_the_window_stay_exact(length: int, script: str) -> None:
-    """Rejected keys never reappear before or after the ring wraps (case L16)."""
+    """Rejected keys never reappear before or after the ring wraps."""
     prompt = prompt_of(length, seed=7)
     truth = reference("llama-sliding", prompt, 60)
     session = greedy_session("llama-sliding", ScriptedProposer(truth, SCRIPTS[script]), 8)
@@ -90,7 +90,7 @@ def held_rows(entry: KVCache | RotatingKVCache) -> tuple[mx.array, mx.array]:
 
 
 def test_a_ring_stays_bounded() -> None:
-    """Multi-token writes evict (case L17)."""
+    """Multi-token writes evict."""
     truth = reference("llama-sliding", PROMPT, 200)
     session = greedy_session("llama-sliding", ScriptedProposer(truth, SCRIPTS["all"]), 8)
     list(decode(session, PROMPT, max_tokens=200))
@@ -99,7 +99,7 @@ def test_a_ring_stays_bounded() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 63, 64, 65, 130])
 def test_prefill_is_split_as_in_mlx_lm(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt shaped differently would round differently on a GPU (case L13)."""
+    """A prompt shaped differently would round differently on a GPU."""
     from mlx_lm.generate import generate_step
 
     from tests.families import build
@@ -130,7 +130,7 @@ def test_prefill_is_split_as_in_mlx_lm(count: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_row_per_prefill_reaches_the_head() -> None:
-    """Logits of a whole prompt would take gigabytes (case L68)."""
+    """Logits of a whole prompt would take gigabytes."""
     session, rows = greedy_session("llama"), []
     head = session.target.head
 
@@ -147,7 +147,7 @@ def test_one_row_per_prefill_reaches_the_head() -> None:
 @pytest.mark.parametrize("script", ["all", "mixed"])
 @pytest.mark.parametrize("name", ["llama", "llama-sliding"])
 def test_a_stop_token_inside_a_block_ends_everything(name: str, script: str, offset: int) -> None:
-    """Tokens, counts and cache describe only the prefix up to the stop token (cases L03, L07)."""
+    """Tokens, counts and cache describe only the prefix up to the stop token."""
     truth = reference(name, PROMPT, 60)
     index = next(i for i in range(1 + offset, 60) if truth[i] not in truth[:i])
     session = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script]), 8)
@@ -170,7 +170,7 @@ def test_a_stop_token_straight_from_prefill_ends_before_any_cycle() -> None:
 
 
 def test_out_of_vocabulary_drafts_are_rejections() -> None:
-    """Ids beyond the table and negative ones are never looked up (case L11)."""
+    """Ids beyond the table and negative ones are never looked up."""
     truth = reference("llama", PROMPT, 60)
 
     class Wild(ScriptedProposer):

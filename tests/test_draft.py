@@ -18,7 +18,7 @@ HIDDEN, DIM = 64, 16
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
-# --- An independent implementation: spec/dflash.md 1.3-1.6, in float64. ---
+# --- An independent implementation of the paper's formulas, in float64. ---
 
 
 def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -133,7 +133,7 @@ def test_denoise_equals_the_numpy_reference(variant: str, length: int) -> None:
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("cuts", [[1], [5, 6, 7], [1, 2, 3, 4, 5], [12], [4, 5, 17]])
 def test_feeding_the_context_in_pieces_changes_nothing(variant: str, cuts: list[int]) -> None:
-    """Prefill chunks, then accepted rows per cycle, one row among them (spec/dflash.md 1.8)."""
+    """Prefill chunks, then accepted rows per cycle, one row among them."""
     draft = tiny_draft(**VARIANTS[variant])
     features, block = data(20)
     whole, pieces = run(draft, [features], block), run(draft, np.split(features, cuts), block)
@@ -210,7 +210,7 @@ def test_yarn_agrees_with_mlx_lm_where_both_speak() -> None:
 
 
 def test_yarn_ignores_mscale() -> None:
-    """Kimi drafts carry mscale keys but were trained with the plain factor (spec/dflash.md 1.5)."""
+    """Kimi drafts carry mscale keys but were trained with the plain factor."""
     x = mx.random.normal((1, 2, 6, DIM))
     plain, with_keys = (
         make_rope(draft_config(rope_scaling=YARN | e)) for e in ({}, dict(mscale=1.0, mscale_all_dim=1.0))
@@ -233,14 +233,14 @@ def test_logit_transforms_are_the_drafts_own() -> None:
 
 
 def test_huge_features_stay_finite() -> None:
-    """Target features of 1e5 overflow float16 fusion (case L41)."""
+    """Target features of 1e5 overflow float16 fusion."""
     draft = tiny_draft()
     features, block = data(6)
     assert np.isfinite(run(draft, [features * 1e5], block)).all()
 
 
 def test_parameter_count_follows_the_published_formula() -> None:
-    """spec/dflash.md 2.2, which reproduces the sizes of the published files."""
+    """L (2 nq D H + 2 nkv D H + 3 H I + 2 H + 2 D) + K H^2 + 2 H: the sizes of the published files."""
     from dflash_mlx.config import DraftConfig
 
     def count(layers, hidden, inner, heads, kv, taps, dim=128):

@@ -156,7 +156,7 @@ def test_bad_prompts_are_refused(prompt, message: str, tokenizer) -> None:
 
 
 def test_an_ordinary_model_as_draft_is_sent_to_mlx_lm(tokenizer) -> None:
-    """Case L65."""
+    """The two kinds of draft are told apart."""
     with pytest.raises(ValueError, match=r"`draft_model` is a Model, not a DFlash draft.*mlx_lm's own stream_generate"):
         stream("llama", tokenizer, draft_model=tiny("llama"))
 
@@ -167,7 +167,7 @@ def test_num_draft_tokens_is_block_size_minus_one(tokenizer) -> None:
 
 @pytest.mark.parametrize("kwargs", [dict(mode="plain"), dict(block_size=1, mode="auto"), dict(draft_model=None)])
 def test_plain_decoding_is_named_plain(kwargs: dict, tokenizer) -> None:
-    """Block 1 degrades to plain decoding instead of stopping (case L09)."""
+    """Block 1 degrades to plain decoding instead of stopping."""
     responses = list(stream("llama", tokenizer, max_tokens=40, **kwargs))
     assert [r.token for r in responses] == reference("llama", PROMPT, 40)
     last = responses[-1]
@@ -176,10 +176,59 @@ def test_plain_decoding_is_named_plain(kwargs: dict, tokenizer) -> None:
 
 
 def test_auto_falls_back_where_speculation_cannot_pay_and_says_so(tokenizer) -> None:
-    """On a CPU without a real BLAS every drafted token costs as much as a decoded one (case L46)."""
+    """On a CPU without a real BLAS every drafted token costs as much as a decoded one."""
     last = list(stream("llama", tokenizer, mode="auto", max_tokens=4))[-1]
     assert last.mode == "plain"
     assert any("reference BLAS" in note and "mode='dflash'" in note for note in last.notes)
+
+
+@pytest.fixture
+def paying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where speculation may pay, so that `auto` adapts."""
+    monkeypatch.setattr("dflash_mlx.request._why_not_on_cpu", lambda dtype: None)
+
+
+def test_auto_rests_where_drafts_do_not_pay_and_the_text_stays(paying, tokenizer) -> None:
+    """The random draft is never right, so plain steps win; the statistics say how many there were."""
+    prompt = prompt_of(30, seed=8)
+    draft = tiny_draft()
+    draft.costs.measured = {0: (0.001, 0), 15: (0.1, 0)}
+    last = list(stream("llama", tokenizer, prompt, max_tokens=90, draft_model=draft, mode="auto"))
+    assert [r.token for r in last] == reference("llama", prompt, 90)
+    stats = last[-1].stats
+    assert last[-1].mode == "dflash" and 50 < stats.plain_steps < stats.cycles
+    assert stats.host_syncs == stats.cycles
+
+
+def test_a_seed_is_kept_by_a_schedule_that_follows_the_clock(paying, tokenizer) -> None:
+    """Rejection sampling depends on the blocks, so with a seed the block stays fixed; other exact rules adapt."""
+    costs = [{0: (9.0, 0), 15: (0.1, 0)}, {0: (0.001, 0), 15: (9.0, 0)}]
+
+    def runs(**kwargs):
+        out = []
+        for measured in costs:
+            draft = tiny_draft()
+            draft.costs.measured = dict(measured)
+            kwargs["draft_model"] = draft
+            responses = list(stream("qwen3", tokenizer, max_tokens=40, mode="auto", **kwargs))
+            out.append(([r.token for r in responses], responses[-1].stats.plain_steps))
+        return out
+
+    fast, slow = runs(sampler=make_sampler(1.0, seed=5))
+    assert fast == slow
+    fast, slow = runs(sampler=make_sampler(1.0, seed=5), rule="match")
+    assert fast[0] == slow[0] and fast[1] < slow[1]
+    fast, slow = runs(sampler=make_sampler(0.0))
+    assert fast[0] == slow[0] and fast[1] < slow[1]
+    fast, slow = runs(sampler=make_sampler(1.0))
+    assert fast[1] < slow[1]
+
+
+def test_an_explicit_block_size_is_kept(paying, tokenizer) -> None:
+    draft = tiny_draft()
+    draft.costs.measured = {0: (0.001, 0), 3: (9.0, 0)}
+    stats = list(stream("llama", tokenizer, max_tokens=40, draft_model=draft, mode="auto", block_size=4))[-1].stats
+    assert stats.plain_steps <= 1  # the last cycle has no room for a draft
 
 
 def test_bfloat16_on_a_cpu_falls_back_too(tokenizer) -> None:
@@ -215,7 +264,7 @@ def test_a_stream_of_the_callers_is_used(tokenizer) -> None:
 @pytest.mark.parametrize("script", ["all", "mixed"])
 @pytest.mark.parametrize("index", [1, 4, 8, 9, 16])
 def test_each_of_several_end_tokens_ends_the_answer(index: int, script: str, scripted) -> None:
-    """At any offset inside a block; the end marker is not text (cases L03, L56, L57)."""
+    """At any offset inside a block; the end marker is not text."""
     truth = reference("llama", PROMPT, 60)
     end = next(i for i in range(index, 60) if truth[i] not in truth[:i])
     unused = next(i for i in range(256) if i not in truth)
@@ -229,7 +278,7 @@ def test_each_of_several_end_tokens_ends_the_answer(index: int, script: str, scr
 
 
 def test_the_mask_id_is_an_ordinary_token(tokenizer, scripted) -> None:
-    """In prompt and output (case L01)."""
+    """In prompt and output."""
     truth = reference("llama", PROMPT, 60)
     draft = tiny_draft(dflash_config={"mask_token_id": truth[7]})
     prompt = [*PROMPT[:-1], truth[7]]
@@ -263,7 +312,7 @@ def speak(monkeypatch: pytest.MonkeyPatch, scripted, ids: list[int], prompt_leng
 @pytest.mark.parametrize("block", [2, 3, 5, 8, 16])
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_characters_cut_by_blocks_come_out_whole(offset: int, block: int, tokenizer, scripted, monkeypatch) -> None:
-    """Never a replacement character for one that completes later (case L55)."""
+    """Never a replacement character for one that completes later."""
     ids = _text_ids(tokenizer, TEXT, offset)
     speak(monkeypatch, scripted, ids, len(PROMPT), "wide")
     responses = list(stream("llama", tokenizer, max_tokens=len(ids), block_size=block))
@@ -280,7 +329,7 @@ def test_an_unfinished_character_is_flushed_at_the_end(tokenizer, scripted, monk
 @pytest.mark.parametrize("script", ["all", "mixed"])
 @pytest.mark.parametrize("offset", range(16))
 def test_stop_strings_are_found_over_block_borders(offset: int, script: str, tokenizer, scripted, monkeypatch) -> None:
-    """Cut exactly before the match, at every block offset; the cache holds what was returned (case L06)."""
+    """Cut exactly before the match, at every block offset; the cache holds what was returned."""
     ids = _text_ids(tokenizer, "alpha beta gamma delta beta gamma", offset)
     speak(monkeypatch, scripted, ids, len(PROMPT), script)
     cache = make_prompt_cache(tiny("llama"), DRAFT)
@@ -322,7 +371,7 @@ def test_mlx_lms_sampler_gives_mlx_lms_text_with_the_same_global_seed(tokenizer,
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 def test_penalties_see_the_history_of_each_position(script: str, tokenizer, scripted) -> None:
-    """Repetition, presence, frequency and bias (cases L51, L52)."""
+    """Repetition, presence, frequency and bias."""
     processors = make_logits_processors({5: 2.0, 9: -4.0}, 1.3, 12, 0.5, 12, 0.3, 12)
     theirs = list(mlx_lm.stream_generate(tiny("llama"), tokenizer, PROMPT, 50, logits_processors=processors))
     scripted([r.token for r in theirs], script)
@@ -357,7 +406,7 @@ def sampled(seed: int | None, **kwargs) -> list[int]:
 
 
 def test_a_seed_fixes_the_text_whatever_ran_before(tokenizer) -> None:
-    """Case L54."""
+    """The key of a draw is explicit; the global random state does not matter."""
     first = sampled(7)
     mx.random.seed(123)
     sampled(8)
@@ -379,7 +428,7 @@ def test_the_match_rule_gives_the_text_of_plain_sampling(tokenizer) -> None:
 
 
 def test_filters_that_leave_one_token_are_greedy(tokenizer) -> None:
-    """Case L48."""
+    """Temperature and filters are honoured, and ignored where they do not matter."""
     truth = reference("qwen3", PROMPT, 30)
     for sampler in (make_sampler(1.0, top_k=1), make_sampler(0.7, top_p=1e-6), make_sampler(2.0, min_p=1.0)):
         assert [r.token for r in stream("qwen3", tokenizer, max_tokens=30, sampler=sampler)] == truth
@@ -416,7 +465,7 @@ def test_rejection_sampling_hands_over_the_distribution_it_drew_from(tokenizer, 
 def test_a_caller_who_leaves_early_keeps_exactly_what_was_returned(
     name: str, take: int, script: str, tokenizer, scripted
 ) -> None:
-    """Cases L20, L71: then the second turn on the same cache equals a cold run."""
+    """Then the second turn on the same cache equals a cold run."""
     truth = reference(name, PROMPT, 60)
     scripted(truth, script)
     cache = make_prompt_cache(tiny(name), DRAFT)
@@ -476,7 +525,7 @@ def test_an_mlx_lm_cache_list_can_be_joined_late_with_a_note(tokenizer) -> None:
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
 def test_an_exception_from_the_progress_callback_stops_prefill_cleanly(chunk: int, tokenizer) -> None:
-    """Cancelling during prefill keeps whole chunks; the next request equals a fresh one (case L71)."""
+    """Cancelling during prefill keeps whole chunks; the next request equals a fresh one."""
     calls = []
 
     def progress(done, total):
@@ -515,7 +564,7 @@ def test_progress_is_reported_as_in_mlx_lm(tokenizer) -> None:
 
 
 def test_requests_do_not_leak_into_each_other(tokenizer) -> None:
-    """Long, short, long on one pair: text and acceptance equal fresh ones (case L19)."""
+    """Long, short, long on one pair: text and acceptance equal fresh ones."""
     long = prompt_of(90, seed=5)
 
     def run(prompt):
@@ -536,7 +585,7 @@ def test_a_cache_of_other_models_is_refused(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-sliding"])
 def test_a_plain_request_keeps_the_drafts_context_in_step(name: str, tokenizer) -> None:
-    """So that the next turn speculates as if every turn had (case L82)."""
+    """So that the next turn speculates as if every turn had."""
     caches = [make_prompt_cache(tiny(name), DRAFT) for _ in range(2)]
     for cache, mode in zip(caches, ("plain", "dflash"), strict=True):
         list(stream(name, tokenizer, max_tokens=70, mode=mode, prompt_cache=cache, prefill_step_size=8))

@@ -170,7 +170,7 @@ def test_auto_fetches_the_registrys_draft(pair: tuple[str, str], tmp_path: Path,
 
 
 def test_a_draft_with_another_tokenizer_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
-    """Sizes agree and ids do not (case L38)."""
+    """Sizes agree and ids do not."""
     folder = Path(shutil.copytree(pair[1], tmp_path / "draft"))
     content = json.loads((Path(pair[0]) / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(content))

@@ -32,7 +32,7 @@ def probs(policy: SamplingPolicy, p: list[float]) -> list[float]:
     ],
 )
 def test_filters_by_hand(policy: SamplingPolicy, expected: list[float]) -> None:
-    """spec/dflash.md 9."""
+    """Small distributions whose filtered form is known."""
     assert probs(policy, [0.5, 0.3, 0.15, 0.05]) == pytest.approx(expected, abs=6e-5)
 
 

@@ -39,7 +39,7 @@ def fake_clock(times: list[float]):
 
 
 def test_prefill_is_in_one_rate_and_not_in_the_other() -> None:
-    """Prefill 2 s, then 10 ms per cycle of 2 tokens (case L80)."""
+    """Prefill 2 s, then 10 ms per cycle of 2 tokens."""
     cycles = [2.0 + 0.01 * i for i in range(1, 51)]
     timings = Timings(prompt_tokens=400, clock=fake_clock([0.0, 2.0, 2.0, *cycles]))
     timings.mark_prefilled()

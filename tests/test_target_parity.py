@@ -30,7 +30,7 @@ def test_forward_equals_the_model_bit_for_bit(name: str, dtype: mx.Dtype) -> Non
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_features_are_the_residual_stream_after_the_tapped_layers(name: str) -> None:
-    """Off by one would leave the text right and the acceptance poor (case L33)."""
+    """Off by one would leave the text right and the acceptance poor."""
     model = build(BY_NAME[name])
     target = target_for(model)
     outputs = []
@@ -54,7 +54,7 @@ def test_the_last_tap_is_before_the_final_norm() -> None:
 
 
 def test_nothing_is_stored_on_the_model() -> None:
-    """Two drafts with other taps share a target (case L44)."""
+    """Two drafts with other taps share a target."""
     model = build(BY_NAME["qwen3"])
     before = (set(vars(model)), set(model), [type(layer) for layer in model.layers])
     target = target_for(model)

@@ -1,4 +1,4 @@
-"""Worker threads: load and generate there, twice, and the process ends with status 0 (cases L63, L64, L72)."""
+"""Worker threads: load and generate there, twice, and the process ends with status 0."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ChatScreen(Screen[None]):
             self._answer.say("stopping")
 
     def action_interrupt(self) -> None:
-        """Ctrl+C: copy, else stop, else say how to quit (L76)."""
+        """Ctrl+C: copy, else stop, else say how to quit."""
         selected = self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)

@@ -10,7 +10,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
-"""Ctrl+J works in every terminal; most cannot tell Shift+Enter from Enter (L79)."""
+"""Ctrl+J works in every terminal; most cannot tell Shift+Enter from Enter."""
 
 IDLE_KEYS = ("Enter send · Ctrl+J new line · F1 help", "Enter send · F1 help")
 BUSY_KEYS = ("Esc stop · F1 help",)

@@ -35,7 +35,7 @@ async def test_a_second_turn_sends_the_whole_conversation_and_reuses_the_cache()
 
 
 async def test_escape_stops_and_keeps_the_partial_answer_for_the_next_turn() -> None:
-    """L76: history, screen and cache agree about how much was said."""
+    """History, screen and cache agree about how much was said."""
     async with running(Script([LONG, Answer("ok")])) as chat:
         await chat.send("go", wait=False)
         await chat.until(lambda: len(chat.answers[0].source) > 20)
@@ -51,7 +51,7 @@ async def test_escape_stops_and_keeps_the_partial_answer_for_the_next_turn() -> 
 
 
 async def test_stop_and_quit_each_take_less_than_a_second_in_a_long_answer() -> None:
-    """L75: a worker that ignores its cancel flag keeps the app from quitting."""
+    """A worker that ignores its cancel flag keeps the app from quitting."""
     script = Script([LONG])
     app = make_app(script)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -172,7 +172,7 @@ async def test_the_window_is_painted_before_the_engine_starts() -> None:
 
 
 async def test_a_paste_of_three_lines_stays_in_the_box() -> None:
-    """L79: newlines in a paste are text, not Enter."""
+    """Newlines in a paste are text, not Enter."""
     async with running(Script()) as chat:
         chat.app.post_message(events.Paste("one\ntwo\nthree\n"))
         await chat.pilot.pause()
@@ -197,7 +197,7 @@ async def test_ctrl_j_is_a_new_line_and_the_box_grows_to_a_limit() -> None:
 
 
 async def test_scrolling_up_lets_go_and_the_end_follows_again() -> None:
-    """L78: the text under the reader's eyes must not move while an answer grows."""
+    """The text under the reader's eyes must not move while an answer grows."""
     words = "many words that fill a line of the window from its left to its right. "
     script = Script([Answer("line\n\n" * 40), Answer((words * 3 + "\n\n") * 200, depths=(3,), cycle_s=0.01)])
     async with running(script) as chat:
@@ -308,7 +308,7 @@ async def test_help_opens_and_escape_closes_it_without_stopping_anything(way: st
 
 
 async def test_ctrl_c_copies_a_selection_else_stops_else_tells_how_to_quit() -> None:
-    """L76: one key, three meanings, never a surprise quit."""
+    """One key, three meanings, never a surprise quit."""
     async with running(Script([LONG, Answer("short")])) as chat:
         await chat.pilot.press("ctrl+c")
         assert "Ctrl+Q quits" in chat.screen_text()

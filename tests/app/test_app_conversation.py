@@ -13,7 +13,7 @@ from dflash_mlx.app.settings import Settings
 
 
 def test_history_keeps_roles_and_order() -> None:
-    """Otherwise the model reads a play script instead of a conversation (L62)."""
+    """Otherwise the model reads a play script instead of a conversation."""
     talk = Conversation()
     turn = talk.ask("one")
     talk.append(turn.number, "first")

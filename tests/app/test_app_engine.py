@@ -69,7 +69,7 @@ class Listener:
 
 
 def test_everything_of_the_library_happens_in_one_thread_and_its_streams_are_cleared_last() -> None:
-    """Arrays belong to the thread that made them (L63); without the clearing the process aborts (L64)."""
+    """Arrays belong to the thread that made them; without the clearing the process aborts."""
     script = Script()
     listener = Listener(script)
     listener.start()
@@ -109,7 +109,7 @@ def engine_with_clock(script: Script, step_s: float) -> tuple[ChatEngine, list[E
 
 @pytest.mark.parametrize(("cycle_s", "most"), [(1 / 300, 22), (0.2, 251)])
 def test_text_is_posted_at_most_twenty_times_a_second(cycle_s: float, most: int) -> None:
-    """300 blocks a second must not become 300 layouts a second (L77); slow cycles are posted one by one."""
+    """300 blocks a second must not become 300 layouts a second; slow cycles are posted one by one."""
     text = "x" * 1001
     engine, events = engine_with_clock(Script([Answer(text, depths=(3,))]), cycle_s)
     engine.answer(Ask(1, (("user", "hi"),), Settings()))
@@ -128,7 +128,7 @@ def test_a_cycle_is_posted_whole_not_its_first_token_early() -> None:
 
 
 def test_no_rate_is_given_before_two_tokens() -> None:
-    """One token over microseconds reads as thousands of tokens per second (L80)."""
+    """One token over microseconds reads as thousands of tokens per second."""
     engine, events = engine_with_clock(Script([Answer("ab", depths=(0,))]), 0.2)
     engine.answer(Ask(1, (("user", "hi"),), Settings()))
     first, *_, last = [event.numbers for event in events if isinstance(event, CycleTick | TurnDone)]
@@ -138,7 +138,7 @@ def test_no_rate_is_given_before_two_tokens() -> None:
 
 
 def test_cancelling_takes_effect_within_a_cycle_and_keeps_what_was_said() -> None:
-    """L71, L76: the text on the screen and the cache agree after a stop."""
+    """The text on the screen and the cache agree after a stop."""
     script = Script([Answer("y" * 10_000, depths=(3,), cycle_s=0.002)])
     listener = Listener(script)
     listener.start()
@@ -158,7 +158,7 @@ def test_cancelling_takes_effect_within_a_cycle_and_keeps_what_was_said() -> Non
 
 
 def test_cancelling_in_the_prefill_stops_before_the_next_chunk() -> None:
-    """A long prompt must not be read to its end after Esc (L71)."""
+    """A long prompt must not be read to its end after Esc."""
     chunks: list[int] = []
     listener = Listener(Script())
 

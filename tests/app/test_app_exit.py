@@ -1,4 +1,4 @@
-"""L64: a process whose engine thread used MLX ends with its own exit code, not with an abort."""
+"""A process whose engine thread used MLX ends with its own exit code, not with an abort."""
 
 from __future__ import annotations
 

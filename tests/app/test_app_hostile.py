@@ -1,4 +1,4 @@
-"""Text from models and users is shown, never obeyed (L74): no markup, no actions, no terminal commands."""
+"""Text from models and users is shown, never obeyed: no markup, no actions, no terminal commands."""
 
 from __future__ import annotations
 

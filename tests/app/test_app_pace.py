@@ -1,4 +1,4 @@
-"""L77: at DFlash speed the screen must keep up, and must not be what is measured."""
+"""At DFlash speed the screen must keep up, and must not be what is measured."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import textual
 from chatting import make_app
 from scripted import Answer, Script
 from textual.pilot import Pilot
@@ -14,6 +16,10 @@ from dflash_mlx.app.widgets.prompt import Prompt
 from dflash_mlx.app.widgets.turn import AnswerTurn
 
 Compare = Callable[..., bool]
+
+pytestmark = pytest.mark.skipif(
+    textual.__version__ != "8.2.8", reason="the pictures were taken with Textual 8.2.8; another one draws otherwise"
+)
 
 ANSWER = """Speculative decoding lets a *small* draft propose and the **target** verify.
 
