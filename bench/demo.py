@@ -5,7 +5,7 @@
 
 The arms are this project's own loop in one process, in the order A B C C B A per prompt after a warm-up of each that
 is discarded; request time includes prefill.
-A difference in tokens is reported with the gap between the two best logits there, and fails the run.
+A difference in tokens is reported with the margin between the two best logits there, and fails the run.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for number, item in enumerate(prompts, 1):
         trials = [ask(pair, item["prompt"], arm, args.tokens, args.block_size) for arm in ORDER]
         rows.append(compare(item, trials))
+        if not rows[-1]["identical"]:
+            rows[-1]["margin"] = margin(pair, item["prompt"], trials[0]["tokens"][: rows[-1]["diverges_at"]])
         row = rows[-1]
         done = f"{number}/{len(prompts)} {row['category']}"
         print(f"{done}: dflash {row['speedup_dflash']:.2f}, auto {row['speedup_auto']:.2f}", file=sys.stderr)
@@ -111,6 +113,18 @@ def ask(pair: Any, prompt: str, arm: str, tokens: int, block_size: int | None) -
         "stats": last.stats,
         "block_size": last.block_size,
     }
+
+
+def margin(pair: Any, prompt: str, tokens: list[int]) -> float:
+    """Difference of the two best logits of the target after these tokens: small at a near-tie."""
+    import mlx.core as mx
+
+    from dflash_mlx.cli import chat_ids
+
+    model, tokenizer, _ = pair
+    ids = [*chat_ids(tokenizer, prompt, None, raw=False), *tokens]
+    second, first = mx.sort(model(mx.array([ids]))[0, -1])[-2:].tolist()
+    return float(first - second)
 
 
 def compare(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any]:

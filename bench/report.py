@@ -66,9 +66,10 @@ def render(text: str) -> str:
     for name, make in BLOCKS.items():
         block = make(json.loads((RESULTS / f"{name}.json").read_text()))
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
-        if not pattern.search(text):
+        match = pattern.search(text)
+        if not match:
             raise SystemExit(f"README.md has no markers <!-- {name}:begin --> and <!-- {name}:end -->.")
-        text = pattern.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)
+        text = f"{text[: match.start()]}{match[1]}{block}\n{match[2]}{text[match.end() :]}"
     return text
 
 

@@ -14,7 +14,7 @@ Sources: Leviathan et al. 2023, algorithm 1; Chen et al. 2023. p is the target's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -141,46 +141,60 @@ class Rejection(Matching):
 
 @dataclass
 class Stepwise(_Reader):
-    """An opaque sampler and logits processors, called as plain decoding calls them: once per emitted position.
+    """An opaque sampler and logits processors, called as plain decoding calls them: position by position, in order.
 
-    Stateful processors and samplers that draw from MLX's global state see the same calls in the same order as
-    in mlx_lm's own loop.
+    Stateful processors and samplers that draw from MLX's global state see the same calls as in mlx_lm's own loop:
+    never for a position behind a rejected draft or a stop token. (Without drafts a step is submitted before the one
+    before it is read, there as here, so a stop token may be followed by one call.) One host read per emitted token.
     """
 
     choose: Callable[[mx.array, int], mx.array]  # ([1, V] log-probabilities, absolute position) -> [1]
     processors: Sequence[LogitsProcessor] = ()
-    _history: mx.array | None = None
+    stop: Collection[int] = ()
+    _history: mx.array = field(default_factory=lambda: mx.array([], dtype=mx.int32))
+    _chosen: int = 0  # tokens at the end of the history that were chosen and not read yet
 
-    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> None:
-        return None
+    def judge(self, proposal: Proposal, logits: mx.array, position: int) -> Judgement | None:
+        _check_rows(proposal, logits)
+        if len(proposal):
+            return None
+        rows, token = self._next(logits, position)
+        return Judgement(token, token, lambda read: Verdict(0, tuple(read), rows))
 
     def decide(
         self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
     ) -> Verdict:
-        _check_rows(proposal, logits)
-        drafts = self.read(proposal.tokens) if len(proposal) else []
-        tokens, rows = list[int](), list[mx.array]()
+        judged = judgement or self.judge(proposal, logits, position)
+        if judged is not None:
+            return judged.unpack(self.read(judged.packed))
+        drafts = self.read(proposal.tokens)
+        tokens, rows, accepted = list[int](), list[mx.array](), 0
         for row in range(len(drafts) + 1):
-            processed = log_probs(self._process(logits[row : row + 1], tokens))  # [1, V]
-            tokens += self.read(self.choose(processed, position + row))
+            processed, token = self._next(logits[row : row + 1], position + row)
             rows.append(processed[0])
+            tokens += self.read(token)
             if row == len(drafts) or tokens[-1] != drafts[row]:
                 break
-        return Verdict(len(tokens) - 1, tuple(tokens), rows)
+            accepted += 1
+            if tokens[-1] in self.stop:
+                break
+        return Verdict(accepted, tuple(tokens), rows)
 
-    def _process(self, logits: mx.array, tokens: list[int]) -> mx.array:
+    def _next(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """[1, V] -> log-probabilities [1, V] and the chosen token [1], which joins the history."""
+        for processor in self.processors:
+            logits = processor(self._history, logits)
+        rows = log_probs(logits)
+        token = self.choose(rows, position).astype(mx.int32)
         if self.processors:
-            history = self._history if self._history is not None else mx.array([], mx.int32)
-            if tokens:
-                history = mx.concatenate([history, mx.array(tokens, history.dtype)])
-            for processor in self.processors:
-                logits = processor(history, logits)
-        return logits
+            self._history = mx.concatenate([self._history, token])
+            self._chosen += 1
+        return rows, token
 
     def observe(self, tokens: Sequence[int]) -> None:
-        if self.processors and tokens:
-            new = mx.array(list(tokens), mx.int32)
-            self._history = new if self._history is None else mx.concatenate([self._history, new])
+        known, self._chosen = self._chosen, max(self._chosen - len(tokens), 0)
+        if self.processors and len(tokens) > known:
+            self._history = mx.concatenate([self._history, mx.array(list(tokens[known:]), mx.int32)])
 
 
 def _check_rows(proposal: Proposal, logits: mx.array) -> None:
@@ -196,13 +210,14 @@ def make_decider(
     draws: Draws,
     *,
     rule: str = "rejection",
+    stop: Collection[int] = (),
 ) -> Decider:
     """The decider for these arguments; `rule` is "rejection" or "match" and matters only at a temperature."""
     if not isinstance(policy, SamplingPolicy):
         sampler = policy
-        return Stepwise(lambda rows, position: sampler(rows), tuple(processors))
+        return Stepwise(lambda rows, position: sampler(rows), tuple(processors), stop)
     if processors:
-        return Stepwise(partial(_choose, policy, draws), tuple(processors))
+        return Stepwise(partial(_choose, policy, draws), tuple(processors), stop)
     if policy.greedy or rule == "match":
         return Matching(policy, draws)
     return Rejection(policy, draws)

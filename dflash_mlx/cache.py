@@ -33,8 +33,12 @@ class LayerState(Protocol):
         """Undo everything since `begin`, also a forward that stopped half-way."""
         ...
 
-    def trim_to(self, length: int) -> bool:
-        """Outside a transaction: keep the first `length` positions. False, and no change, if that is impossible."""
+    def can_trim_to(self, length: int) -> bool:
+        """Whether, outside a transaction, the first `length` positions can be kept alone."""
+        ...
+
+    def trim_to(self, length: int) -> None:
+        """Keep the first `length` positions; only where `can_trim_to`."""
         ...
 
 
@@ -54,9 +58,11 @@ class AppendState:
     def abort(self) -> None:
         self.keep(0)
 
-    def trim_to(self, length: int) -> bool:
-        self.entry.trim(self.entry.offset - length)
+    def can_trim_to(self, length: int) -> bool:
         return True
+
+    def trim_to(self, length: int) -> None:
+        self.entry.trim(self.entry.offset - length)
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,12 @@ class WindowState:
             e._idx = min(before.index, e.keys.shape[2])  # mlx_lm may have cut the ring to its window first
         e.offset = before.offset
 
-    def trim_to(self, length: int) -> bool:
-        e = self.entry
-        if length == e.offset:
-            return True
-        if not e.is_trimmable():
-            return False
-        e.trim(e.offset - length)
-        return True
+    def can_trim_to(self, length: int) -> bool:
+        return length == self.entry.offset or self.entry.is_trimmable()
+
+    def trim_to(self, length: int) -> None:
+        if length != self.entry.offset:
+            self.entry.trim(self.entry.offset - length)
 
 
 _STATES: dict[type, Callable[..., LayerState]] = {KVCache: AppendState, RotatingKVCache: WindowState}
@@ -143,15 +147,21 @@ class TargetCache:
     """Per-layer mlx_lm cache entries and at most one open transaction over them.
 
     length: positions held in every layer; the anchor is never among them.
+    kept:   positions of the last committed block, which `shrink` may still shorten.
+    closed: why the cache cannot be used any more, or None.
     """
 
     def __init__(self, entries: list, length: int) -> None:
         self.entries = entries
         self.length = length
+        self.kept = 0
+        self.closed: str | None = None
         self._states = layer_states(entries)
         self._width: int | None = None  # of the open transaction
-        self._kept = 0  # positions of the last committed one
-        self._closed: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._width is not None
 
     def begin(self, width: int) -> None:
         """Announce a forward over `width` positions."""
@@ -167,58 +177,49 @@ class TargetCache:
         width = self._check(open=True)
         if not 1 <= keep <= width:
             raise ValueError(f"`keep` has to be in 1..{width}, got {keep}.")
-        for state in self._states:
-            state.keep(keep)
+        self._in_every_layer(lambda state: state.keep(keep))
         self.length += keep
-        self._kept, self._width = keep, None
+        self.kept, self._width = keep, None
 
     def shrink(self, keep: int) -> None:
         """Keep only the first `keep` positions of the last committed block; before the next `begin`."""
         self._check(open=False)
-        if not 1 <= keep <= self._kept:
-            raise ValueError(f"`keep` has to be in 1..{self._kept}, got {keep}.")
-        for state in self._states:
-            state.keep(keep)
-        self.length -= self._kept - keep
-        self._kept = keep
+        if not 1 <= keep <= self.kept:
+            raise ValueError(f"`keep` has to be in 1..{self.kept}, got {keep}.")
+        self._in_every_layer(lambda state: state.keep(keep))
+        self.length -= self.kept - keep
+        self.kept = keep
 
     def abort(self) -> None:
-        """After an exception: as if `begin` had not happened."""
-        self._check(open=True)
+        """After an exception: as if `begin` had not happened. A closed cache stays closed."""
         self._width = None
-        for state in self._states:
-            state.abort()
+        if self.closed is None:
+            self._in_every_layer(lambda state: state.abort())
 
     def trim_to(self, length: int) -> bool:
-        """Keep the first `length` positions. False if some layer cannot; the cache is then closed."""
+        """Keep the first `length` positions; False, and no change, if some layer cannot."""
         self._check(open=False)
-        if not all([state.trim_to(length) for state in self._states]):  # noqa: C419  (every layer is cut)
-            self._closed = f"The cache could not be cut back to {length} positions."
+        if not all(state.can_trim_to(length) for state in self._states):
             return False
-        self.length, self._kept = length, 0
+        self._in_every_layer(lambda state: state.trim_to(length))
+        self.length, self.kept = length, 0
         return True
-
-    @property
-    def is_open(self) -> bool:
-        return self._width is not None
-
-    @property
-    def closed(self) -> str | None:
-        """Why the cache cannot be used any more, or None."""
-        return self._closed
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
 
     def evaluate(self) -> None:
         """Force pending writes: prefill chunks, and before another thread may use the cache."""
         mx.eval([entry.state for entry in self.entries])
 
+    def _in_every_layer(self, change: Callable[[LayerState], None]) -> None:
+        """All layers or, after an interrupt in between, a closed cache."""
+        self.closed = "The cache was left between two layers by an interrupt. Start again with a fresh cache."
+        for state in self._states:
+            change(state)
+        self.closed = None
+
     def _check(self, *, open: bool) -> int:
-        if self._closed is not None:
-            raise CacheStateError(self._closed)
-        if (self._width is not None) != open:
+        if self.closed is not None:
+            raise CacheStateError(self.closed)
+        if self.is_open != open:
             raise CacheStateError(
                 f"The cache has {'no' if open else 'an'} open transaction. This is a bug in dflash_mlx: please "
                 "report it with the command and the statistics that were printed."

@@ -40,9 +40,8 @@ class Commit:
     tokens: tuple[int, ...]
     accepted: int
     drafted: int
-    source: str
     cycle: int
-    log_probs: mx.array | Sequence[mx.array]  # [V] per token, lazy
+    log_probs: tuple[mx.array, ...]  # [V] per token
     finish_reason: str | None = None  # "stop" or "length" on the last commit
 
 
@@ -63,7 +62,7 @@ class Session:
     stats: Stats = field(default_factory=Stats)
     timings: Timings = field(default_factory=Timings)
     undelivered: int = 0  # tokens of the last commit that the caller has not passed on
-    _last: Commit | None = None
+    last: Commit | None = None  # of which they are; None while a cycle runs
 
     @property
     def position(self) -> int:
@@ -75,38 +74,55 @@ class Session:
         self.cache.begin(ids.size)
         return self.target.forward(ids[None], self.cache, self.proposer.taps)
 
-    def keep(self, forward: Forward, count: int) -> None:
-        """Commit the first `count` positions of a forward in cache and draft context."""
+    def keep(self, forward: Forward, count: int, tokens: Sequence[int] = (), *, undelivered: int = 0) -> None:
+        """Commit the first `count` positions of a forward, and the tokens that are known with them.
+
+        In this order, so that an exception at any point leaves something that `retract` can put right.
+        """
         self.cache.commit(count)
+        self.know(tokens, undelivered)
         self.proposer.observe(None if forward.features is None else forward.features[:, :count])
 
-    def record(self, commit: Commit) -> None:
-        self.tokens.extend(commit.tokens)
-        self.undelivered = len(commit.tokens)
-        self._last = commit
+    def know(self, tokens: Sequence[int], undelivered: int) -> None:
+        """`tokens` follow; the last `undelivered` of them have not been passed on."""
+        self.tokens.extend(tokens)
+        self.undelivered = undelivered
 
     def retract(self) -> None:
-        """Take back what was committed but never delivered: the cache holds exactly what the caller got."""
-        count, commit = self.undelivered, self._last
-        if not count or commit is None or self.cache.closed is not None:
+        """Take back what was never delivered: cache and tokens hold exactly what the caller got.
+
+        Of a block that was not delivered at all the anchor's row may stay, since that token was.
+        """
+        if self.cache.closed is not None:
             return
-        self.undelivered = 0
-        del self.tokens[-count:]
-        if commit.cycle == 0:
-            return
-        kept = len(commit.tokens) - count
-        if kept:
-            self.cache.shrink(kept)
-        else:
-            self.cache.trim_to(self.cache.length - count)
-        self.proposer.forget(count)
-        self.stats.retract(accepted=commit.accepted, kept=min(commit.accepted, kept), emitted=count)
+        count, commit, self.undelivered = self.undelivered, self.last, 0
+        if count:
+            del self.tokens[-count:]
+        drop = self.cache.length - (self.position - 1 if count else self.position)
+        if drop > 0 and self.cache.kept > 1:
+            self.cache.shrink(max(self.cache.kept - drop, 1))
+        self.proposer.trim_to(self.cache.length)
+        if count and commit is not None and commit.cycle:
+            self.stats.retract(
+                drafted=commit.drafted,
+                accepted=commit.accepted,
+                emitted=len(commit.tokens),
+                delivered=len(commit.tokens) - count,
+            )
 
     def settle(self) -> None:
         """Write the anchor too, so that an mlx_lm cache list holds every returned token, as after mlx_lm."""
         if self.position == self.cache.length + 1:
-            self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
+            try:
+                self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
+            finally:
+                self.undo()
         self.evaluate()
+
+    def undo(self) -> None:
+        """Drop a forward that was not committed."""
+        if self.cache.is_open:
+            self.cache.abort()
 
     def evaluate(self) -> None:
         """Leave nothing lazy behind: another thread may use the cache next."""
@@ -136,9 +152,10 @@ def decode(
     s = session
     try:
         logits = _prefill(s, prompt, prefill_step_size, progress)  # [1, V]
-        nothing = Proposal(mx.array([], dtype=mx.int32), source="prefill")
+        nothing = Proposal(mx.array([], dtype=mx.int32))
         verdict = s.decider.decide(nothing, logits, s.position)
         prefill_reads = s.decider.host_reads
+        s.know(verdict.tokens, 1)
         read_at = s.timings.mark_prefilled()
         s.stats.emitted = 1
         commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
@@ -147,10 +164,11 @@ def decode(
             remaining = max_tokens - s.stats.emitted
             # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
             proposal = nothing if commit.finish_reason or ahead else _propose(s, remaining)
-            mx.async_eval(proposal.tokens)
+            mx.async_eval(proposal.tokens, *commit.log_probs)
             yield commit
             if commit.finish_reason:
                 return
+            s.last = None
             step = ahead or _verify(s, proposal, mx.array(s.tokens[-1:], mx.int32), s.position)
             ahead = _step_ahead(s, step, remaining)
             verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
@@ -162,19 +180,25 @@ def decode(
             read_at = now
             finish = _finish(verdict, remaining, stop)
             if ahead is None:
-                s.keep(step.forward, len(verdict.tokens))
-            elif finish:
-                s.cache.abort()
+                s.keep(step.forward, len(verdict.tokens), verdict.tokens, undelivered=len(verdict.tokens))
+            else:
+                s.know(verdict.tokens, 1)
+            if finish:
+                s.undo()
             s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
             s.stats.host_syncs = s.decider.host_reads - prefill_reads
-            if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - len(verdict.tokens)) // _CLEAR_EVERY:
-                mx.clear_cache()
-            if s.stats.cycles % _FLUSH_EVERY == 0:
-                s.proposer.flush()
+            _housekeeping(s, len(verdict.tokens))
             commit = _commit(s, step.proposal, verdict, finish)
     finally:  # an exception, an interrupt, or a caller who stopped: nothing half-written stays
-        if s.cache.is_open:
-            s.cache.abort()
+        s.undo()
+
+
+def _housekeeping(s: Session, emitted: int) -> None:
+    """Return MLX's buffer pool, and compute a draft context that no draft has read, from time to time."""
+    if s.stats.emitted // _CLEAR_EVERY > (s.stats.emitted - emitted) // _CLEAR_EVERY:
+        mx.clear_cache()
+    if s.stats.cycles % _FLUSH_EVERY == 0:
+        s.proposer.flush()
 
 
 @dataclass(frozen=True)
@@ -205,12 +229,14 @@ def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
         return None
     s.keep(step.forward, 1)
     ahead = _verify(s, step.proposal, token, s.position + 1)
-    mx.async_eval(ahead.logits if ahead.judgement is None else ahead.judgement.packed)
+    if ahead.judgement is not None:
+        mx.async_eval(ahead.judgement.packed)
     return ahead
 
 
 def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | None) -> mx.array:
     """Feed everything but the last token in chunks, then that one alone, as mlx_lm does. Returns [1, V]."""
+    history = [*s.tokens, *prompt]
     pending = s.tokens[s.cache.length - s.base :]  # the last answer's final token, if a cache is continued
     del s.tokens[s.cache.length - s.base :]
     todo = [*pending, *prompt]
@@ -220,17 +246,18 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     done = 0
     while done < len(todo) - 1:
         chunk = todo[done : min(done + step, len(todo) - 1)]
-        s.keep(s.forward(mx.array(chunk)), len(chunk))
-        s.evaluate()
-        s.tokens.extend(chunk)
+        s.keep(s.forward(mx.array(chunk)), len(chunk), chunk)
+        s.cache.evaluate()
+        started = s.timings.clock()
+        s.proposer.evaluate()
+        s.timings.draft_prefill_s += s.timings.clock() - started
         done += len(chunk)
         if progress:
             progress(done, len(todo))
         mx.clear_cache()
     forward = s.forward(mx.array(todo[-1:]))
-    s.keep(forward, 1)
-    s.tokens.append(todo[-1])
-    s.decider.observe(prompt)
+    s.keep(forward, 1, todo[-1:])
+    s.decider.observe(history)
     logits = s.target.logits(forward.hidden[:, -1:])[0]
     if progress:
         mx.eval(logits)
@@ -245,17 +272,15 @@ def _propose(s: Session, remaining: int) -> Proposal:
 
 def _commit(s: Session, proposal: Proposal, verdict: Verdict, finish: str | None) -> Commit:
     s.decider.observe(verdict.tokens)
-    commit = Commit(
+    s.last = Commit(
         tokens=verdict.tokens,
         accepted=verdict.accepted,
         drafted=len(proposal),
-        source=proposal.source,
         cycle=s.stats.cycles,
-        log_probs=verdict.log_probs,
+        log_probs=tuple(verdict.log_probs[row] for row in range(len(verdict.tokens))),
         finish_reason=finish,
     )
-    s.record(commit)
-    return commit
+    return s.last
 
 
 def _finish(verdict: Verdict, remaining: int, stop: Collection[int]) -> str | None:

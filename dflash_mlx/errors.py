@@ -26,9 +26,5 @@ class FetchError(DFlashError):
     """A model could not be found or fetched; nothing half-written is left behind."""
 
 
-class KernelUnavailable(DFlashError):
-    """No Metal, or a shape outside the kernel's table; the dispatcher catches it and notes it."""
-
-
 class CacheStateError(DFlashError):
     """begin/commit/abort came in the wrong order, or a cache cannot be used any more."""

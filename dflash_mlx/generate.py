@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before MLX is imported, so that --help answers at 
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,8 +60,8 @@ class GenerationResponse(MlxLmResponse):
     drafted: int = 0
     block_size: int = 1
     cached_tokens: int = 0
-    stats: Stats | None = None
-    timings: Timings | None = None
+    stats: Stats = field(default_factory=Stats)
+    timings: Timings = field(default_factory=Timings)
 
 
 def stream_generate(
@@ -84,8 +84,8 @@ def stream_generate(
     mode: str = "auto",
     rule: str = "rejection",
     kv_bits: int | None = None,
-    kv_group_size: int | None = None,
-    quantized_kv_start: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
     input_embeddings: mx.array | None = None,
 ) -> Generator[GenerationResponse]:
     """Generate text, one response per token. mlx_lm's arguments mean what they mean there.
@@ -96,25 +96,22 @@ def stream_generate(
         max_tokens: 1 or more, or -1 for no limit.
         sampler: None is greedy. `dflash_mlx.make_sampler(...)` is verified by rejection sampling with one host
             read per cycle; any other mlx_lm sampler is applied position by position, equally exact.
-        logits_processors: called left to right with the history each position really has.
+        logits_processors: called left to right with the history each position really has: all of a `PromptCache`, or
+            what this call was given over an mlx_lm cache list, as in mlx_lm.
         prompt_cache: a `PromptCache`, or an mlx_lm cache list (which holds every returned token afterwards).
         block_size: anchor + drafts per cycle, 2..the draft's; 1 is plain decoding. `num_draft_tokens` is
             mlx_lm's name for block_size - 1.
         stop: strings that end the answer and are not part of it.
-        mode: "auto" speculates where it can pay, "dflash" insists, "plain" does not.
+        mode: "auto" speculates where it can pay and rests where it does not, "dflash" insists, "plain" does not.
+            When drafts rest depends on time, and never changes greedy text, nor sampled text with a `seed`; text drawn
+            without one from MLX's global state is exact but need not repeat (use `seed`, or rule="match").
         rule: "rejection" or "match" at a temperature: two exact rules. "match" gives the same text as plain
             sampling with the same seed, "rejection" accepts more.
     Raises:
         ValueError: an argument is out of range or not honoured; the message names it.
         DFlashError: the models do not fit together or are not supported.
     """
-    refused = {
-        "kv_bits": kv_bits,
-        "kv_group_size": kv_group_size,
-        "quantized_kv_start": quantized_kv_start,
-        "input_embeddings": input_embeddings,
-    }
-    for name, value in refused.items():
+    for name, value in {"kv_bits": kv_bits, "input_embeddings": input_embeddings}.items():
         if value is not None:
             raise ValueError(
                 f"`{name}` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm."
@@ -181,7 +178,8 @@ def _respond(
     progress: Progress | None,
 ) -> Generator[GenerationResponse]:
     threads.leave_cleanly()
-    session = request.open()
+    eos = frozenset(tokenizer.eos_token_ids)
+    session = request.open(eos)
     detokenizer = tokenizer.detokenizer
     template = GenerationResponse(
         text="",
@@ -200,7 +198,6 @@ def _respond(
         stats=session.stats,
         timings=session.timings,
     )
-    eos = frozenset(tokenizer.eos_token_ids)
     commits = decode(
         session,
         ids,
@@ -244,8 +241,7 @@ def _flush(detokenizer: StreamingDetokenizer) -> str:
 def _response(
     template: GenerationResponse, commit: Commit, index: int, text: str, finish: str | None
 ) -> GenerationResponse:
-    stats, timings = template.stats, template.timings
-    assert stats is not None and timings is not None
+    timings = template.timings
     return replace(
         template,
         text=text,

@@ -69,8 +69,14 @@ def load(
         FetchError, CheckpointError, UnsupportedTarget, IncompatiblePair: text for the user.
         ValueError: an argument is out of range or not honoured.
     """
-    if trust_remote_code:
+    if trust_remote_code or (tokenizer_config or {}).get("trust_remote_code"):
         raise ValueError("`trust_remote_code` is not honoured: dflash_mlx never runs code from a model repository.")
+    is_demo = path_or_hf_repo == registry.DEMO
+    unused = {"revision": revision, "model_config": model_config} if is_demo else {"gguf": gguf, "cache_dir": cache_dir}
+    for argument, value in unused.items():
+        if value is not None:
+            which = "the demo target" if is_demo else "any model but 'demo'"
+            raise ValueError(f"`{argument}` is not honoured for {which}. Leave it out.")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` has to be one of {', '.join(DTYPES)}, got {dtype!r}.")
     if blas not in ("auto", "off"):
@@ -79,9 +85,9 @@ def load(
     threads.leave_cleanly()
     _prepare_cpu(blas)
     tell(f"Loading {path_or_hf_repo}", None)
-    if path_or_hf_repo == registry.DEMO:
+    if is_demo:
         folder = demo.target_folder(gguf=_path(gguf), cache_dir=_path(cache_dir), progress=progress)
-        model, config = demo.load_target(folder, dtype or _demo_dtype())
+        model, config = demo.load_target(folder, dtype or demo.best_dtype())
     else:
         if dtype == "packed":
             raise ValueError("`dtype` 'packed' is for the demo target; other models are loaded as they are stored.")
@@ -148,10 +154,6 @@ def _path(value: str | Path | None) -> Path | None:
     return None if value is None else Path(value).expanduser()
 
 
-def _demo_dtype() -> str:
-    return demo.best_dtype(blas_binding.status().fast)
-
-
 def _load_model(folder: Path, name: str, model_config: dict[str, Any] | None, lazy: bool) -> tuple[nn.Module, dict]:
     try:
         return mlx_lm_utils.load_model(folder, lazy, model_config=model_config)
@@ -179,7 +181,9 @@ def _load_draft(
     folder = demo.draft_folder() if name == registry.DEMO else fetch(name, revision, tell)
     tell(f"Loading the draft {name}", None)
     on_cpu = mx.default_device() == mx.cpu
-    loaded = load_draft(folder, name=name, dtype=target.spec.dtype if on_cpu else None, packed=not on_cpu)
+    # On a CPU dense float32 is fastest; fused features overflow float16, whatever the target runs in.
+    dtype = mx.float32 if target.spec.dtype == mx.float16 else target.spec.dtype
+    loaded = load_draft(folder, name=name, dtype=dtype if on_cpu else None, packed=not on_cpu)
     if name == registry.DEMO and on_cpu:
         loaded.block_size = min(_DEMO_CPU_BLOCK, loaded.config.block_size)
     check_pair(loaded, target, target_name, differing=_differing_tokens(folder, tokenizer))

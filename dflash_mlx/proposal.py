@@ -17,12 +17,10 @@ class Proposal:
 
     tokens: [K] int32, may be lazy; excludes the anchor; K may be 0.
     probs:  [K, V] float32, the distribution q each token was sampled from; None = point mass (greedy, lookup).
-    source: where the tokens come from, for statistics.
     """
 
     tokens: mx.array
     probs: mx.array | None = None
-    source: str = "block"
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -36,7 +34,7 @@ class Proposal:
         if not len(self):
             return self
         outside = (self.tokens < 0) | (self.tokens >= vocab_size)
-        return Proposal(mx.where(outside, 0, self.tokens), self.probs, self.source)
+        return Proposal(mx.where(outside, 0, self.tokens), self.probs)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Sources: z-lab's model list and the survey in its checkpoints' configs; the embe
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 DEMO = "demo"
@@ -28,8 +29,19 @@ ROWS = (
 )
 
 
+# What may follow a model's name without making it another model: formats and quantisations.
+_SAME_MODEL = re.compile(
+    r"([-_.](mlx|hf|gguf|safetensors|bf16|fp16|fp8|fp32|\d+-?bits?|int[48]|q\d\w*|mxfp[48]|nvfp4|awq|gptq|dwq|dq\d?|g\d+"
+    r"|gs\d+|quantized|optiq|v\d+))*"
+)
+
+
 def draft_for(target: str) -> Row | None:
-    """The row whose name starts the target's base name (repository or folder); the longest wins."""
+    """The row of the target's base name (repository or folder), at any quantisation.
+
+    A name that goes on otherwise (-Thinking, -2507, -Base) is another model, whose draft would accept less.
+    """
     name = target.rstrip("/").rpartition("/")[2].lower()
-    rows = [row for row in ROWS if name == row.target or name.startswith((row.target + "-", row.target + "_"))]
-    return max(rows, key=lambda row: len(row.target), default=None)
+    return next(
+        (row for row in ROWS if name.startswith(row.target) and _SAME_MODEL.fullmatch(name[len(row.target) :])), None
+    )

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_reason: str | None) -> dict[str, Any]:
     """The JSON object of one request, from its last response."""
     stats, timings = last.stats, last.timings
-    assert stats is not None and timings is not None
     return {
         "text": text,
         "tokens": list(tokens),
@@ -26,6 +25,7 @@ def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_r
         "cached_tokens": last.cached_tokens,
         "generation_tokens": last.generation_tokens,
         "prefill_s": timings.prefill_s,
+        "draft_prefill_s": timings.draft_prefill_s,
         "ttft_s": timings.ttft_s,
         "decode_s": timings.decode_s,
         "total_s": timings.total_s,
@@ -48,7 +48,6 @@ def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_r
 def summary_lines(last: GenerationResponse) -> list[str]:
     """Statistics for people: both clocks by name, then what speculation did, then the notes."""
     stats, timings = last.stats, last.timings
-    assert stats is not None and timings is not None
     cached = f" ({last.cached_tokens} more from the cache)" if last.cached_tokens else ""
     lines = [
         f"prompt: {timings.prompt_tokens} tokens{cached}, {_rate(timings.prompt_tps)}, "
@@ -64,7 +63,7 @@ def summary_lines(last: GenerationResponse) -> list[str]:
             f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {stats.cycles} cycles, {share}"
         )
         if stats.plain_steps > 1:
-            lines.append(f"plain for {stats.plain_steps} of them, where drafts did not pay")
+            lines.append(f"{stats.plain_steps} of the cycles were plain steps, where drafts did not pay")
     else:
         lines.append("plain decoding")
     lines.append(f"peak memory: {last.peak_memory:.2f} GB")

@@ -6,11 +6,12 @@ session of the decode loop and `Request.close` leaves the caller's cache holding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx import blas
 from dflash_mlx.accept import make_decider
@@ -64,11 +65,11 @@ class Request:
         if bad is not None:
             raise ValueError(f"`prompt` holds id {bad}, and the model's ids are 0..{rows - 1}. Is this its tokenizer?")
 
-    def open(self) -> Session:
-        """The session that `decode` runs."""
+    def open(self, stop: Collection[int]) -> Session:
+        """The session that `decode` runs; `stop` are the ids that end it."""
         policy = self.policy
         draws = Draws.for_policy(policy) if isinstance(policy, SamplingPolicy) else Draws(0)
-        decider = make_decider(policy, self.processors, draws, rule=self.rule)
+        decider = make_decider(policy, self.processors, draws, rule=self.rule, stop=stop)
         if self.prompt_cache is not None:
             cache, tokens, base = self.prompt_cache.cache, self.prompt_cache.tokens, 0
         else:
@@ -166,7 +167,9 @@ def plan(
     if draft is not None:
         check_pair(draft, target, target.spec.model_type)
     held, entries = _check_cache(prompt_cache, model, draft, len(model.layers))
-    reason = _why_plain(draft, mode, block_size, target.spec.dtype)
+    if held is not None and max_kv_size is not None:
+        raise ValueError("`max_kv_size` is not honoured with a PromptCache, which was made without it. Leave one out.")
+    reason = _why_plain(draft, mode, block_size, target.spec.dtype) or _why_not_over(entries)
     if reason and mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
     speculates = draft is not None and reason is None
@@ -210,6 +213,16 @@ def _why_plain(draft: DraftModel | None, mode: str, block_size: int | None, dtyp
         return "`block_size` is 1, which leaves no room for a draft."
     if mode == "auto" and mx.default_device() == mx.cpu:
         return _why_not_on_cpu(dtype)
+    return None
+
+
+def _why_not_over(entries: list | None) -> str | None:
+    """Why a cache list of the caller's cannot be speculated over, or None."""
+    if any(isinstance(entry, RotatingKVCache) and entry.keep for entry in entries or ()):
+        return (
+            "`prompt_cache` is a ring that keeps its first tokens (`max_kv_size`). A block over it sees other tokens "
+            "than single steps do, so the answer would change."
+        )
     return None
 
 

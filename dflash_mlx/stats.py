@@ -2,8 +2,8 @@
 
 Counts are pooled over cycles and additive across requests. Unknown is None, never zero or infinity.
 Sources: vLLM and NVIDIA AIPerf (mean acceptance length = 1 + accepted / steps, draft acceptance rate =
-accepted / drafted). A rate needs two tokens: decode_tps = (emitted - 1) / (t_last - t_first), where t_first is the
-emission of the token that prefill gave.
+accepted / drafted). A rate needs two tokens: decode_tps = (emitted - 1) / decode_s. All work of the draft is in
+decode_s, its work on the prompt included: generation-only rates show what speculation costs and gives.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class Stats:
         self.emitted += emitted
         self.histogram[accepted] += 1
 
-    def retract(self, *, accepted: int, kept: int, emitted: int) -> None:
-        """The last cycle delivered fewer tokens than it made: `accepted` drafts became `kept`."""
-        self.accepted -= accepted - kept
+    def retract(self, *, drafted: int, accepted: int, emitted: int, delivered: int) -> None:
+        """The last cycle delivered fewer tokens than it made; one that delivered none did not happen."""
         self.emitted -= emitted
+        self.accepted -= accepted
         self.histogram[accepted] -= 1
         if not self.histogram[accepted]:
             del self.histogram[accepted]
-        self.histogram[kept] += 1
+        self.cycles -= 1
+        self.drafted -= drafted
+        self.plain_steps -= drafted == 0
+        if delivered:
+            self.record(drafted=drafted, accepted=min(accepted, delivered), emitted=delivered)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -58,13 +62,13 @@ class Timings:
     """Clocks of one request in seconds of `perf_counter`, started when it is made."""
 
     prompt_tokens: int = 0  # processed by this request, cached ones excluded
+    draft_prefill_s: float = 0.0  # the draft's share of prefill: counted as decoding, like all of the draft
     emitted: int = 0
     clock: Callable[[], float] = time.perf_counter
     start: float = 0.0
     prefilled: float | None = None  # target prefill done and first token known
     first: float | None = None  # first token emitted
     last: float | None = None  # latest token emitted
-    cycle_s: list[float] = field(default_factory=list)  # gaps between visible bursts
 
     def __post_init__(self) -> None:
         self.start = self.clock()
@@ -78,13 +82,12 @@ class Timings:
         now = self.clock()
         if self.first is None:
             self.first = now
-        elif self.last is not None:
-            self.cycle_s.append(now - self.last)
         self.last = now
 
     @property
     def prefill_s(self) -> float | None:
-        return None if self.prefilled is None else self.prefilled - self.start
+        """The target's prefill and the first token; without the draft's share."""
+        return None if self.prefilled is None else self.prefilled - self.start - self.draft_prefill_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -92,8 +95,8 @@ class Timings:
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the last one; the draft's share is inside."""
-        return None if self.first is None or self.last is None else self.last - self.first
+        """From the first token to the last one, and the draft's work on the prompt."""
+        return None if self.first is None or self.last is None else self.last - self.first + self.draft_prefill_s
 
     @property
     def total_s(self) -> float | None:

@@ -146,16 +146,15 @@ class ScriptedProposer:
         tokens = [] if depth == "empty" else self.truth[start : start + limit]
         if isinstance(depth, int) and depth < len(tokens):
             tokens[depth] = (tokens[depth] + 1) % self.vocab
-        return Proposal(mx.array(tokens, dtype=mx.int32), source="scripted")
+        return Proposal(mx.array(tokens, dtype=mx.int32))
 
     def observe(self, features) -> None:
         if features is not None:
             self.observed.append(features)
 
-    def forget(self, count: int) -> None:
-        if self.taps and count:
-            rows = mx.concatenate(self.observed, axis=1)
-            self.observed = [rows[:, : rows.shape[1] - count]]
+    def trim_to(self, length: int) -> None:
+        if self.observed:
+            self.observed = [mx.concatenate(self.observed, axis=1)[:, :length]]
 
     def flush(self) -> None:
         mx.async_eval(self.observed)

@@ -7,10 +7,18 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map_with_path
+from mlx_lm.models import llama
 
 from dflash_mlx.accept import Matching, Rejection, Stepwise, make_decider
+from dflash_mlx.blocksize import FixedBlock
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.decode import Session, decode
 from dflash_mlx.proposal import Proposal, Verdict
+from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
+from dflash_mlx.targets import target_for
+from tests.conftest import tiny_draft
 
 VOCAB = 5
 
@@ -240,7 +248,7 @@ def test_stepwise_calls_sampler_and_processors_once_per_emitted_position() -> No
         seen.append(tokens.tolist())
         return logits
 
-    decider = Stepwise(lambda rows, position: mx.argmax(rows, axis=-1), (processor,))
+    decider = Stepwise(lambda rows, position: mx.argmax(rows, axis=-1), (processor,), {77})
     decider.observe([9, 8])
     verdict = decider.decide(proposal(1, 4, 3), one_hot_logits(1, 2, 3, 4), 2)
     assert verdict == Verdict(1, (1, 2))
@@ -248,3 +256,36 @@ def test_stepwise_calls_sampler_and_processors_once_per_emitted_position() -> No
     decider.observe(verdict.tokens)
     decider.decide(proposal(), one_hot_logits(0), 4)
     assert seen[-1] == [9, 8, 1, 2]
+
+
+def test_decoding_with_a_real_draft_has_the_targets_own_distribution() -> None:
+    """The whole path: draft, q, rejection, cache, context; 256 sequences of a 4-word target against enumeration."""
+    vocab, length, prompt = 4, 4, [0, 1, 2]
+    mx.random.seed(1)
+    sizes = dict(hidden_size=64, num_hidden_layers=4, intermediate_size=64, num_attention_heads=4, head_dim=16)
+    args = dict(sizes, model_type="llama", num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=vocab)
+    model = llama.Model(llama.ModelArgs.from_dict(dict(args, rope_theta=1000.0, tie_word_embeddings=False)))
+    model.update(tree_map_with_path(lambda key, a: a * 2 if a.ndim >= 2 else a, model.parameters()))
+    model.eval()
+    draft = tiny_draft(vocab_size=vocab, dflash_config={"mask_token_id": 3})
+    target, policy = target_for(model), SamplingPolicy(1.0)
+    table = np.zeros((vocab,) * length)
+    sequences = np.array(list(itertools.product(range(vocab), repeat=length)))
+    ids = mx.array(np.concatenate([np.tile(prompt, (len(sequences), 1)), sequences], axis=1))
+    p = np.array(policy.probs(log_probs(model(ids)[:, len(prompt) - 1 : -1])), dtype=np.float64)
+    for row, sequence in zip(p, sequences, strict=True):
+        table[tuple(sequence)] = np.prod(row[np.arange(length), sequence])
+    counts, accepted = np.zeros_like(table), 0
+    for seed in range(900):
+        draws = Draws(seed)
+        session = Session(
+            target,
+            TargetCache(target.make_entries(), 0),
+            BlockProposer(draft, target, draft.make_context(), policy, draws),
+            make_decider(policy, (), draws),
+            FixedBlock(3),
+        )
+        counts[tuple(t for commit in decode(session, prompt, max_tokens=length) for t in commit.tokens)] += 1
+        accepted += session.stats.accepted
+    assert accepted > 200
+    assert abs(chi_square_z(counts, table / table.sum())) < 3

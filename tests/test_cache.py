@@ -162,7 +162,24 @@ def test_trim_refuses_a_wrapped_ring_and_says_so() -> None:
     cache.commit(12)
     assert cache.trim_to(12), "nothing to cut is always possible"
     assert not cache.trim_to(5)
-    assert cache.closed is not None
+    check(cache, 12)
+
+
+def test_an_interrupt_between_two_layers_closes_the_cache() -> None:
+    """Half of the layers were cut: nothing may be built on it."""
+    cache = fresh()
+    cache.begin(3)
+    write(cache, 0, 3)
+
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    cache._states[1].keep = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        cache.commit(1)
+    cache.abort()
+    with pytest.raises(CacheStateError, match="between two layers by an interrupt"):
+        cache.begin(1)
 
 
 def test_a_cache_type_without_exact_rollback_is_refused_by_name() -> None:

@@ -211,6 +211,7 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (dict(hidden_size=32), "its hidden size is 32, that of tiny is 64"),
+        (dict(vocab_size=999), "its vocabulary size is 999, that of tiny is 257"),
         (dict(num_target_layers=36), "its number of target layers is 36, that of tiny is 4"),
         (dict(dflash_config={"mask_token_id": 257}), "its mask token id is 257, that of tiny is 257 rows"),
     ],
@@ -218,6 +219,10 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
 def test_a_draft_for_another_target_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(IncompatiblePair, match=message):
         check_pair(tiny_draft(**changes), target_for(tiny("llama")), "tiny")
+
+
+def test_padded_vocabularies_fit() -> None:
+    check_pair(tiny_draft(vocab_size=320), target_for(tiny("llama")), "tiny")
 
 
 def test_another_tokenizer_is_refused_by_example() -> None:

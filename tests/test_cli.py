@@ -50,6 +50,7 @@ def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], 
     assert sum(int(k) * n for k, n in result["acceptance_histogram"].items()) == result["accepted"]
     assert result["request_tps"] <= result["decode_tps"]
     assert result["total_s"] >= result["ttft_s"] >= result["prefill_s"] > 0
+    assert abs(result["total_s"] - result["prefill_s"] - result["decode_s"]) < 0.01
 
 
 def test_unknown_is_null(models: list[str], capsys) -> None:

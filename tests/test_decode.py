@@ -10,8 +10,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from dflash_mlx.accept import make_decider
+from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.decode import decode
-from tests.conftest import greedy_session, tokens_of
+from dflash_mlx.sampling import Draws, SamplingPolicy
+from tests.conftest import greedy_session, tiny_draft, tokens_of
 from tests.families import BY_NAME, EVERY, SCRIPTS, VOCAB, ScriptedProposer, prompt_of, reference
 
 PROMPT = prompt_of(21)
@@ -241,6 +244,23 @@ def test_one_host_synchronisation_per_cycle(monkeypatch: pytest.MonkeyPatch) -> 
     assert session.stats.cycles > 10
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_real_draft_costs_no_further_synchronisation(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, and rejection sampling with the distribution of the draft."""
+    from dflash_mlx.proposers.block import BlockProposer
+
+    draft, session = tiny_draft(), greedy_session("llama")
+    policy, draws = SamplingPolicy(temperature), Draws(3)
+    sampling = (policy, draws) if temperature else ()
+    session.proposer = BlockProposer(draft, session.target, draft.make_context(), *sampling)
+    session.decider, session.schedule = make_decider(policy, (), draws), FixedBlock(4)
+    commits = decode(session, PROMPT, max_tokens=40)
+    next(commits)
+    calls = count_synchronisations(monkeypatch)
+    rest = list(commits)
+    assert len(calls) == len(rest) == session.stats.host_syncs > 10
+
+
 def count_synchronisations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record every device-to-host transfer and forced evaluation from now on.
 
@@ -280,7 +300,7 @@ def test_only_named_places_read_from_the_device() -> None:
         "decode.py": {"_prefill"},
         "generate.py": {"encode"},
     }
-    path = [*package.glob("*.py"), *(package / "draft").glob("*.py"), *(package / "proposers").glob("*.py")]
+    path = [*package.glob("*.py"), *(f for d in ("draft", "proposers", "targets") for f in (package / d).glob("*.py"))]
     off_path = {"load.py", "cpu.py", "blas.py", "openblas.py", "elf.py"}
     for file in path:
         name = str(file.relative_to(package))

@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 import dflash_mlx
 from dflash_mlx import generate, make_prompt_cache, make_sampler, stream_generate
 from dflash_mlx.proposers import block as block_module
+from dflash_mlx.request import Request
 from tests.conftest import byte_tokenizer, tiny_draft
 from tests.families import SCRIPTS, ScriptedProposer, prompt_of, reference, tiny
 
@@ -28,17 +29,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
     def use(truth, script="mixed"):
         def make(draft, target, context, *sampling):
             proposer = ScriptedProposer(truth, SCRIPTS[script], (0, 2))
-            extend, observe, forget = draft.extend, proposer.observe, proposer.forget
+            extend, observe, trim_to = draft.extend, proposer.observe, proposer.trim_to
 
             def both(features):
                 observe(features)
                 extend(context, features)
 
-            def drop(count):
-                forget(count)
-                context.drop(count)
+            def cut(length):
+                trim_to(length)
+                if length < context.length:
+                    context.drop(context.length - length)
 
-            proposer.observe, proposer.forget = both, drop
+            proposer.observe, proposer.trim_to = both, cut
             return proposer
 
         monkeypatch.setattr("dflash_mlx.request.BlockProposer", make)
@@ -133,6 +135,7 @@ def test_scripted_drafts_keep_the_responses(name: str, script: str, tokenizer, s
         (dict(draft_model=None, mode="dflash"), "`mode` is 'dflash', but no `draft_model` was given"),
         (dict(block_size=1, mode="dflash"), "`mode` is 'dflash', but `block_size` is 1"),
         (dict(prompt_cache=[1, 2, 3]), "`prompt_cache` has 3 entries and the model 4 layers"),
+        (dict(prompt_cache=mlx_lm_cache(tiny("qwen3"), 16)), "is a ring that keeps its first tokens"),
         (dict(stop=""), "empty string"),
         (dict(stop=["x", ""]), "empty string"),
     ],
@@ -543,6 +546,81 @@ def test_an_exception_from_the_progress_callback_stops_prefill_cleanly(chunk: in
     assert got == reference("llama", PROMPT, 30)
 
 
+@pytest.mark.parametrize("where", ["propose", "observe", "forward", "decide"])
+@pytest.mark.parametrize("nth", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["list", "cache"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+def test_an_interrupt_anywhere_leaves_a_usable_cache(name, kind, nth, where, tokenizer, scripted, monkeypatch) -> None:
+    """What is held is what was returned, at most with the end of it not written yet; then warm equals cold."""
+    model, truth = tiny(name), reference(name, PROMPT, 60)
+    scripted(truth, "mixed")
+    cache = mlx_lm_cache(model) if kind == "list" else make_prompt_cache(model, DRAFT)
+    left = {"calls": nth + (where in ("forward", "decide", "observe"))}
+
+    def interrupting(function):
+        def call(*args, **kwargs):
+            left["calls"] -= 1
+            if left["calls"] == 0 and where != "observe":
+                raise KeyboardInterrupt
+            result = function(*args, **kwargs)
+            if left["calls"] == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    opened = Request.open
+
+    def spoiled(request, stop):
+        session = opened(request, stop)
+        owner = {"propose": session.proposer, "observe": session.proposer, "decide": session.decider}.get(
+            where, session
+        )
+        setattr(owner, where, interrupting(getattr(owner, where)))
+        return session
+
+    monkeypatch.setattr(Request, "open", spoiled)
+    got = []
+    with pytest.raises(KeyboardInterrupt):
+        for response in stream(name, tokenizer, max_tokens=60, block_size=8, prompt_cache=cache):
+            got.append(response.token)
+    monkeypatch.setattr(Request, "open", opened)
+    assert got == truth[: len(got)]
+    turn = PROMPT + got + [7, 8, 9]
+    expected = reference(name, turn, 20)
+    scripted(expected, "mixed")
+    if kind == "list":
+        assert len({entry.offset for entry in cache}) == 1
+        rest = turn[cache[0].offset :]
+        assert len(rest) in (3, 4), "all that was returned, but for a last token that could not be written any more"
+    else:
+        assert cache.tokens == PROMPT + got
+        rest = turn[cache.reuse(turn) :]
+        assert len(rest) <= 4
+    assert [r.token for r in stream(name, tokenizer, rest, max_tokens=20, block_size=8, prompt_cache=cache)] == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+def test_an_interrupt_while_a_prefill_chunk_is_computed_keeps_tokens_and_cache_together(name, tokenizer) -> None:
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    calls = {"left": 2}
+    evaluate = cache.cache.evaluate
+
+    def interrupted():
+        calls["left"] -= 1
+        if calls["left"] == 0:
+            raise KeyboardInterrupt
+        evaluate()
+
+    cache.cache.evaluate = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(stream(name, tokenizer, prefill_step_size=8, prompt_cache=cache))
+    assert cache.tokens == PROMPT[:16] and cache.cache.length == 16
+    rest = PROMPT[16:]
+    got = [r.token for r in stream(name, tokenizer, rest, max_tokens=20, prompt_cache=cache)]
+    assert got == reference(name, PROMPT, 20)
+
+
 def test_progress_is_reported_as_in_mlx_lm(tokenizer) -> None:
     ours, theirs = [], []
     list(
@@ -576,6 +654,69 @@ def test_requests_do_not_leak_into_each_other(tokenizer) -> None:
     assert run(long) == first
 
 
+def test_auto_decodes_plainly_over_a_ring_that_keeps_its_first_tokens(paying, tokenizer) -> None:
+    """A block over such a ring would change the text."""
+    model = tiny("qwen3")
+    theirs = [
+        r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 40, prompt_cache=mlx_lm_cache(model, 16))
+    ]
+    ours = list(stream("qwen3", tokenizer, max_tokens=40, mode="auto", prompt_cache=mlx_lm_cache(model, 16)))
+    assert [r.token for r in ours] == theirs and ours[-1].mode == "plain"
+    assert any("keeps its first tokens" in note for note in ours[-1].notes)
+
+
+def test_max_kv_size_is_refused_with_a_cache_that_was_made_without_it(tokenizer) -> None:
+    cache = make_prompt_cache(tiny("qwen3"))
+    with pytest.raises(ValueError, match="`max_kv_size` is not honoured with a PromptCache"):
+        stream("qwen3", tokenizer, draft_model=None, max_kv_size=16, prompt_cache=cache)
+
+
+def test_mlx_lms_defaults_for_a_quantised_cache_are_accepted_without_one(tokenizer) -> None:
+    list(stream("llama", tokenizer, max_tokens=1, kv_bits=None, kv_group_size=64, quantized_kv_start=5000))
+
+
+def test_penalties_are_the_same_warm_and_cold(tokenizer) -> None:
+    """A PromptCache knows its tokens, so a processor sees the whole conversation in either case."""
+    processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=60)
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    first = [r.token for r in stream("llama", tokenizer, max_tokens=12, prompt_cache=cache)]
+    turn = PROMPT + first + [7, 8]
+    cold = [r.token for r in stream("llama", tokenizer, turn, max_tokens=30, logits_processors=processors)]
+    rest = turn[cache.reuse(turn) :]
+    assert len(rest) == 3
+    warm = stream("llama", tokenizer, rest, max_tokens=30, logits_processors=processors, prompt_cache=cache)
+    assert [r.token for r in warm] == cold
+
+
+def test_processors_are_not_called_behind_an_end_token(tokenizer, scripted) -> None:
+    """A grammar may have no state after the end."""
+    truth = reference("llama", PROMPT, 60)
+    end = next(i for i in range(5, 60) if truth[i] not in truth[:i])
+    seen = []
+
+    def processor(tokens, logits):
+        seen.append(tokens.size)
+        return logits
+
+    scripted(truth, "all")
+    got = list(
+        stream("llama", byte_tokenizer([truth[end]]), max_tokens=60, logits_processors=[processor], block_size=16)
+    )
+    assert [r.token for r in got] == truth[: end + 1]
+    assert seen == list(range(len(PROMPT), len(PROMPT) + end + 1))
+
+
+def test_log_probabilities_can_be_read_in_another_thread(tokenizer) -> None:
+    """As with mlx_lm: nothing of a response is left to compute."""
+    import threading
+
+    responses, sums = list(stream("llama", tokenizer, max_tokens=20)), []
+    thread = threading.Thread(target=lambda: sums.extend(mx.exp(r.logprobs).sum().item() for r in responses))
+    thread.start()
+    thread.join()
+    assert len(sums) == 20 and all(abs(total - 1) < 1e-3 for total in sums)
+
+
 def test_a_cache_of_other_models_is_refused(tokenizer) -> None:
     with pytest.raises(ValueError, match="was made for other models"):
         stream("llama", tokenizer, prompt_cache=make_prompt_cache(tiny("qwen3"), DRAFT))
@@ -602,6 +743,6 @@ def test_a_plain_request_keeps_the_drafts_context_in_step(name: str, tokenizer) 
 
 def test_a_closed_cache_says_why() -> None:
     cache = make_prompt_cache(tiny("llama"), DRAFT)
-    cache.cache._closed = "because."
+    cache.cache.closed = "because."
     with pytest.raises(dflash_mlx.DFlashError, match=r"because\."):
         stream("llama", byte_tokenizer(), prompt_cache=cache)

@@ -80,6 +80,8 @@ def test_progress_says_what_is_done(pair: tuple[str, str]) -> None:
     ("kwargs", "message"),
     [
         (dict(trust_remote_code=True), "never runs code from a model repository"),
+        (dict(tokenizer_config={"trust_remote_code": True}), "never runs code"),
+        (dict(gguf="x.gguf"), "`gguf` is not honoured for any model but 'demo'"),
         (dict(dtype="int8"), "`dtype` has to be one of"),
         (dict(dtype="packed"), "'packed' is for the demo target"),
         (dict(blas="on"), "`blas` has to be 'auto' or 'off'"),
@@ -88,6 +90,17 @@ def test_progress_says_what_is_done(pair: tuple[str, str]) -> None:
 def test_arguments_that_are_not_honoured_are_named(kwargs: dict, message: str, pair: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=message):
         load(pair[0], **{"blas": "off"} | kwargs)
+
+
+def test_the_demo_refuses_what_it_cannot_honour() -> None:
+    with pytest.raises(ValueError, match="`revision` is not honoured for the demo target"):
+        load("demo", revision="main", blas="off")
+
+
+def test_a_float16_target_gets_a_float32_draft_on_a_cpu(pair: tuple[str, str]) -> None:
+    """Fused features overflow float16."""
+    _, _, draft = load(pair[0], draft=pair[1], dtype="float16", blas="off")
+    assert draft.dtype == mx.float32
 
 
 def test_a_missing_folder_says_what_to_give() -> None:
@@ -147,7 +160,10 @@ def test_auto_without_a_known_draft_warns_and_loads_none(pair: tuple[str, str]) 
         ("mlx-community/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"),
         ("mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit-dwq", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
         ("/models/Meta-Llama-3.1-8B-Instruct-8bit/", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        ("mlx-community/Qwen3-4B-MLX-4bit", "z-lab/Qwen3-4B-DFlash-b16"),
         ("Qwen/Qwen3-40B", None),
+        ("mlx-community/Qwen3-4B-Thinking-2507-4bit", None),
+        ("Qwen/Qwen3-8B-Base", None),
         ("someone/My-Qwen3-4B", None),
     ],
 )

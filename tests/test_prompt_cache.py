@@ -49,7 +49,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
 def test_a_damaged_cache_is_replaced_on_reuse() -> None:
     cache = make_prompt_cache(tiny("llama"), DRAFT)
     ask(cache, "llama", prompt_of(21))
-    cache.cache._closed = "broken"
+    cache.cache.closed = "broken"
     reused, got = ask(cache, "llama", prompt_of(21))
     assert reused == 0 and got == reference("llama", prompt_of(21), 12)
 

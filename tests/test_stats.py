@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from dflash_mlx.stats import Stats, Timings
@@ -29,8 +27,10 @@ def test_nothing_known_is_none() -> None:
 def test_retracted_tokens_are_not_counted() -> None:
     stats = Stats(emitted=1)
     stats.record(drafted=7, accepted=5, emitted=6)
-    stats.retract(accepted=5, kept=2, emitted=4)
-    assert (stats.accepted, stats.emitted, dict(stats.histogram)) == (2, 3, {2: 1})
+    stats.retract(drafted=7, accepted=5, emitted=6, delivered=2)
+    assert (stats.cycles, stats.drafted, stats.accepted, stats.emitted, dict(stats.histogram)) == (1, 7, 2, 3, {2: 1})
+    stats.retract(drafted=7, accepted=2, emitted=2, delivered=0)
+    assert (stats.cycles, stats.drafted, stats.accepted, stats.emitted, dict(stats.histogram)) == (0, 0, 0, 1, {})
 
 
 def fake_clock(times: list[float]):
@@ -54,15 +54,15 @@ def test_prefill_is_in_one_rate_and_not_in_the_other() -> None:
     assert timings.decode_tps == pytest.approx(100 / 0.5)
     assert timings.request_tps == pytest.approx(101 / 2.5)
     assert timings.request_tps < timings.decode_tps
-    assert sum(timings.cycle_s) == pytest.approx(timings.decode_s)
-    assert all(gap == pytest.approx(0.01) for gap in timings.cycle_s)
 
 
-def test_bursts_are_the_gaps_not_the_tokens() -> None:
-    clock = itertools.count()
-    timings = Timings(clock=lambda: float(next(clock)))
+def test_all_work_of_the_draft_is_decoding() -> None:
+    """Its part of prefill moves from one clock to the other; the whole stays."""
+    timings = Timings(prompt_tokens=100, clock=fake_clock([0.0, 2.0, 2.0, 3.0]))
+    timings.draft_prefill_s = 0.5
     timings.mark_prefilled()
-    for _ in range(4):
-        timings.mark_burst()
-        timings.emitted += 5
-    assert timings.cycle_s == [1.0, 1.0, 1.0]
+    timings.mark_burst()
+    timings.mark_burst()
+    timings.emitted = 11
+    assert (timings.prefill_s, timings.decode_s, timings.ttft_s, timings.total_s) == (1.5, 1.5, 2.0, 3.0)
+    assert timings.decode_tps == pytest.approx(10 / 1.5) and timings.prompt_tps == pytest.approx(100 / 1.5)

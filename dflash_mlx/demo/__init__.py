@@ -4,7 +4,7 @@ The draft is package data. The target is found or fetched once as a GGUF, conver
 cache, and loaded in the dtype that decodes fastest here:
 
     folder = target_folder(progress=print)
-    model, config = load_target(folder, best_dtype(blas.bind().active))
+    model, config = load_target(folder, best_dtype())
 
 `fetch` finds or downloads, `gguf` converts, `target` loads.
 """

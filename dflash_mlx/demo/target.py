@@ -16,15 +16,14 @@ PACKED = "packed"
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
-def best_dtype(blas_active: bool) -> str:
+def best_dtype() -> str:
     """What the demo target decodes fastest in on this machine: "bfloat16" on a GPU, "float32" on a CPU.
 
-    On the CPU it is float32 with and without a real BLAS, so `blas_active` does not change the answer today.
+    On the CPU it is float32 with and without a real BLAS.
     ms per token and per block of 6, 2 vCPU Xeon (Sapphire Rapids), mlx 0.32.4, 2026-11-29, medians:
     without a BLAS float32 124 and 580, packed (float32 activations) 123 and 631, bfloat16 180 and 400;
     with OpenBLAS 0.3.34, one thread, float32 92 and 131. On a Zen 3 packed is clearly behind: 257 against 152.
     """
-    del blas_active
     return "bfloat16" if mx.default_device() == mx.Device(mx.gpu) else "float32"
 
 

@@ -21,6 +21,8 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.targets import Target
 
+_PADDING = 512  # rows by which padded embeddings of one vocabulary may differ
+
 
 def read_config(folder: Path) -> DraftConfig:
     """The draft's config.
@@ -148,6 +150,12 @@ def check_pair(
             config.num_target_layers,
             spec.n_layers,
             _layers_fit(config, spec.n_layers),
+        ),
+        (
+            "vocabulary size",
+            config.vocab_size,
+            spec.vocab_size,
+            abs(config.vocab_size - spec.vocab_size) < _PADDING,
         ),
         (
             "mask token id",

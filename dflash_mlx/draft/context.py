@@ -107,7 +107,3 @@ class DraftContext:
     @property
     def arrays(self) -> list[mx.array]:
         return [array for layer in self.layers for array in layer.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)

@@ -32,8 +32,8 @@ class Proposer(Protocol):
         """Features [1, S, len(taps) * H] of positions that became final, in order; None without taps."""
         ...
 
-    def forget(self, count: int) -> None:
-        """The last `count` observed positions are not final after all."""
+    def trim_to(self, length: int) -> None:
+        """Of the observed positions only those below `length` are final after all."""
         ...
 
     def flush(self) -> None:
@@ -51,7 +51,7 @@ class NullProposer:
     taps: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._nothing = Proposal(mx.array([], dtype=mx.int32), source="none")
+        self._nothing = Proposal(mx.array([], dtype=mx.int32))
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
         return self._nothing
@@ -59,7 +59,7 @@ class NullProposer:
     def observe(self, features: mx.array | None) -> None:
         pass
 
-    def forget(self, count: int) -> None:
+    def trim_to(self, length: int) -> None:
         pass
 
     def flush(self) -> None:

@@ -51,8 +51,9 @@ class BlockProposer:
         if features is not None:
             self.draft.extend(self.context, features)
 
-    def forget(self, count: int) -> None:
-        self.context.drop(count)
+    def trim_to(self, length: int) -> None:
+        if length < self.context.length:
+            self.context.drop(self.context.length - length)
 
     def flush(self) -> None:
         mx.async_eval(self.context.arrays)
