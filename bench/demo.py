@@ -123,7 +123,7 @@ def margin(pair: Any, prompt: str, tokens: list[int]) -> float:
 
     model, tokenizer, _ = pair
     ids = [*chat_ids(tokenizer, prompt, None, raw=False), *tokens]
-    second, first = mx.sort(model(mx.array([ids]))[0, -1])[-2:].tolist()
+    second, first = np.sort(np.array(model(mx.array([ids]))[0, -1].astype(mx.float32)))[-2:]
     return float(first - second)
 
 
