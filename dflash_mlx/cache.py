@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from dflash_mlx.errors import CacheStateError, UnsupportedTarget
 
@@ -121,7 +121,49 @@ class WindowState:
             self.entry.trim(self.entry.offset - length)
 
 
-_STATES: dict[type, Callable[..., LayerState]] = {KVCache: AppendState, RotatingKVCache: WindowState}
+class RecurrentState:
+    """A state that its layer replaces at every step: gated delta rule, Mamba-2, short convolution.
+
+    mlx_lm puts new arrays into the entry and never writes into old ones, so references are a free checkpoint. To keep
+    part of a block the layer's own module runs again over the kept rows from there: `record` says how.
+    """
+
+    def __init__(self, entry: ArraysCache) -> None:
+        self.entry = entry
+        self._before = list(entry.cache)
+        self._width = 0
+        self._replay: Callable[[int], object] | None = None
+
+    def begin(self, width: int) -> None:
+        self._before, self._width, self._replay = list(self.entry.cache), width, None
+
+    def record(self, replay: Callable[[int], object]) -> None:
+        """The layer ran in this transaction; `replay(count)` runs it again over the first `count` rows."""
+        self._replay = replay
+
+    def keep(self, count: int) -> None:
+        if count == self._width:
+            return  # what the forward left is what is kept; a later call with fewer starts from the checkpoint
+        if self._replay is None:
+            raise CacheStateError("A recurrent layer was not recorded in this block, so it cannot be cut back.")
+        self.entry.cache = list(self._before)
+        self._replay(count)
+
+    def abort(self) -> None:
+        self.entry.cache = list(self._before)
+
+    def can_trim_to(self, length: int) -> bool:
+        return False  # what a state has forgotten does not come back
+
+    def trim_to(self, length: int) -> None:
+        raise CacheStateError("A recurrent state cannot be cut back.")
+
+
+_STATES: dict[type, Callable[..., LayerState]] = {
+    KVCache: AppendState,
+    RotatingKVCache: WindowState,
+    ArraysCache: RecurrentState,
+}
 
 
 def layer_states(entries: Sequence[object]) -> list[LayerState]:
@@ -156,7 +198,7 @@ class TargetCache:
         self.length = length
         self.kept = 0
         self.closed: str | None = None
-        self._states = layer_states(entries)
+        self.states = layer_states(entries)
         self._width: int | None = None  # of the open transaction
 
     @property
@@ -168,7 +210,7 @@ class TargetCache:
         self._check(open=False)
         if width < 1:
             raise ValueError(f"`width` has to be 1 or more, got {width}.")
-        for state in self._states:
+        for state in self.states:
             state.begin(width)
         self._width = width
 
@@ -199,7 +241,9 @@ class TargetCache:
     def trim_to(self, length: int) -> bool:
         """Keep the first `length` positions; False, and no change, if some layer cannot."""
         self._check(open=False)
-        if not all(state.can_trim_to(length) for state in self._states):
+        if length == self.length:
+            return True
+        if not all(state.can_trim_to(length) for state in self.states):
             return False
         self._in_every_layer(lambda state: state.trim_to(length))
         self.length, self.kept = length, 0
@@ -212,7 +256,7 @@ class TargetCache:
     def _in_every_layer(self, change: Callable[[LayerState], None]) -> None:
         """All layers or, after an interrupt in between, a closed cache."""
         self.closed = "The cache was left between two layers by an interrupt. Start again with a fresh cache."
-        for state in self._states:
+        for state in self.states:
             change(state)
         self.closed = None
 

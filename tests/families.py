@@ -74,6 +74,48 @@ FAMILIES = (
     Family("qwen3", "qwen3", {**_BASE, **_HEAD, "model_type": "qwen3"}),
     Family("qwen3_moe", "qwen3_moe", {**_BASE, **_HEAD, **_MOE, "model_type": "qwen3_moe"}, dtypes=(mx.float32,)),
 )
+_HYBRID = dict(
+    {**_BASE, **_HEAD},
+    full_attention_interval=4,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+    rope_parameters={"rope_theta": 1000.0, "partial_rotary_factor": 0.5, "type": "default"},
+)
+FAMILIES += (
+    Family("qwen3_5", "qwen3_5", {**_HYBRID, "model_type": "qwen3_5"}),
+    Family(
+        "qwen3_5-shell",
+        "qwen3_5",
+        {"model_type": "qwen3_5", "text_config": {**_HYBRID, "model_type": "qwen3_5_text", "num_hidden_layers": 5}},
+    ),
+)
+_GEMMA = {**_BASE, **_HEAD, "sliding_window": 16, "sliding_window_pattern": 2, "model_type": "gemma3_text"}
+_GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_scaling=None)
+_LFM2 = dict(
+    block_dim=64,
+    block_ff_dim=128,
+    block_multiple_of=32,
+    block_ffn_dim_multiplier=1.0,
+    block_auto_adjust_ff_dim=False,
+    norm_eps=1e-5,
+    conv_bias=False,
+    conv_L_cache=3,
+    full_attn_idxs=[1, 3],
+)
+FAMILIES += (
+    Family("gemma3_text", "gemma3_text", _GEMMA, window=16),
+    Family(
+        "gpt_oss",
+        "gpt_oss",
+        {**_BASE, **_HEAD, **_GPT_OSS, "model_type": "gpt_oss"},
+        window=16,
+        dtypes=(mx.float32,),
+    ),
+    Family("lfm2", "lfm2", {**_BASE, **_LFM2, "model_type": "lfm2"}),
+)
 BY_NAME = {family.name: family for family in FAMILIES}
 EVERY = [
     pytest.param(family.name, dtype, id=f"{family.name}-{str(dtype).removeprefix('mlx.core.')}")

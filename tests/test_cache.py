@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.errors import CacheStateError, UnsupportedTarget
@@ -174,7 +174,7 @@ def test_an_interrupt_between_two_layers_closes_the_cache() -> None:
     def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
-    cache._states[1].keep = interrupt
+    cache.states[1].keep = interrupt
     with pytest.raises(KeyboardInterrupt):
         cache.commit(1)
     cache.abort()
@@ -184,5 +184,61 @@ def test_an_interrupt_between_two_layers_closes_the_cache() -> None:
 
 def test_a_cache_type_without_exact_rollback_is_refused_by_name() -> None:
     """Before the first token."""
-    with pytest.raises(UnsupportedTarget, match=r"entry 1 is a ArraysCache.*KVCache, RotatingKVCache"):
-        TargetCache([KVCache(), ArraysCache(2)], 0)
+    with pytest.raises(UnsupportedTarget, match=r"entry 1 is a ChunkedKVCache.*KVCache, RotatingKVCache, ArraysCache"):
+        TargetCache([KVCache(), ChunkedKVCache(8)], 0)
+
+
+class Accumulator:
+    """A recurrent layer in miniature: its state is the sum of all rows, and how many there were."""
+
+    def __init__(self, entry: ArraysCache) -> None:
+        self.entry, self.runs = entry, 0
+
+    def __call__(self, values: list[int]) -> None:
+        self.runs += 1
+        old = self.entry[0] if self.entry[0] is not None else mx.zeros((2,))
+        self.entry[0] = old + mx.array([sum(values), len(values)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 8)), max_size=8))
+def test_a_recurrent_state_is_that_of_the_kept_rows(blocks: list[tuple[int, int, int]]) -> None:
+    """Rejected tokens must not stay in a state that cannot be trimmed."""
+    entry, held, value = ArraysCache(1), list[int](), 0
+    cache, layer = TargetCache([entry], 0), Accumulator(entry)
+    for width, keep, fewer in blocks:
+        rows = list(range(value, value + width))
+        value += width
+        cache.begin(width)
+        layer(rows)
+        cache.states[0].record(lambda count, rows=rows: layer(rows[:count]))
+        if keep == 0:
+            cache.abort()
+        else:
+            kept = min(keep, width)
+            cache.commit(kept)
+            if 1 <= fewer <= kept:
+                cache.shrink(fewer)
+                kept = fewer
+            held += rows[:kept]
+        state = [0, 0] if entry[0] is None else entry[0].tolist()
+        assert state == [sum(held), len(held)] and cache.length == len(held)
+        assert cache.trim_to(len(held)), "nothing to cut"
+        assert not held or not cache.trim_to(len(held) - 1)
+
+
+def test_a_wholly_accepted_block_is_not_replayed() -> None:
+    entry = ArraysCache(1)
+    cache, layer = TargetCache([entry], 0), Accumulator(entry)
+    cache.begin(3)
+    layer([1, 2, 3])
+    cache.states[0].record(lambda count: layer([1, 2, 3][:count]))
+    cache.commit(3)
+    assert layer.runs == 1
+
+
+def test_a_recurrent_layer_that_was_not_recorded_is_noticed() -> None:
+    cache = TargetCache([ArraysCache(1)], 0)
+    cache.begin(3)
+    with pytest.raises(CacheStateError, match="was not recorded"):
+        cache.commit(2)

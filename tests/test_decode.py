@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from dflash_mlx.accept import make_decider
 from dflash_mlx.blocksize import FixedBlock
@@ -23,7 +23,7 @@ LENGTHS = (1, 2, 3, 7, 16, 17, 60)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
-@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3", "qwen3_5"])
 def test_the_grid_is_token_identical_to_mlx_lm(name: str, script: str) -> None:
     """Block sizes x acceptance scripts of mixed depth x max_tokens."""
     truth = reference(name, PROMPT, 60)
@@ -61,7 +61,7 @@ def test_prompts_around_the_window_stay_exact(length: int, script: str) -> None:
     assert tokens_of(decode(session, prompt, max_tokens=60)) == truth
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_moe", "qwen3_5"])
 @pytest.mark.parametrize("script", ["none", "mixed", "wide"])
 def test_cache_arrays_equal_a_plain_run(name: str, script: str) -> None:
     """Wrong keys could hide behind right tokens.
@@ -76,7 +76,7 @@ def test_cache_arrays_equal_a_plain_run(name: str, script: str) -> None:
     block = greedy_session(name, ScriptedProposer(truth, SCRIPTS[script]), 8)
     list(decode(block, PROMPT, max_tokens=41))
     for ours, expected in zip(block.cache.entries, plain.cache.entries, strict=True):
-        assert ours.offset == expected.offset
+        assert isinstance(ours, ArraysCache) or ours.offset == expected.offset
         for a, b in zip(held_rows(ours), held_rows(expected), strict=True):
             assert a.shape == b.shape
             assert mx.abs(a - b).max().item() <= tolerance
@@ -84,8 +84,10 @@ def test_cache_arrays_equal_a_plain_run(name: str, script: str) -> None:
             tolerance = 1e-4
 
 
-def held_rows(entry: KVCache | RotatingKVCache) -> tuple[mx.array, mx.array]:
-    """Keys and values in temporal order; of a ring, what the next token can see."""
+def held_rows(entry: KVCache | RotatingKVCache | ArraysCache) -> tuple[mx.array, ...]:
+    """Keys and values in temporal order; of a ring, what the next token can see; of a hybrid layer, its state."""
+    if isinstance(entry, ArraysCache):
+        return tuple(entry.cache)
     if isinstance(entry, RotatingKVCache):
         visible = entry.max_size - 1
         return tuple(entry._temporal_order(a)[..., -visible:, :] for a in (entry.keys, entry.values))
@@ -148,7 +150,7 @@ def test_one_row_per_prefill_reaches_the_head() -> None:
 
 @pytest.mark.parametrize("offset", [0, 3, 7])
 @pytest.mark.parametrize("script", ["all", "mixed"])
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_stop_token_inside_a_block_ends_everything(name: str, script: str, offset: int) -> None:
     """Tokens, counts and cache describe only the prefix up to the stop token."""
     truth = reference(name, PROMPT, 60)
@@ -161,7 +163,7 @@ def test_a_stop_token_inside_a_block_ends_everything(name: str, script: str, off
     assert session.stats.emitted == index + 1
     assert sum(c.accepted for c in commits) == session.stats.accepted
     for entry in session.cache.entries:
-        assert entry.offset == session.cache.length
+        assert isinstance(entry, ArraysCache) or entry.offset == session.cache.length
 
 
 def test_a_stop_token_straight_from_prefill_ends_before_any_cycle() -> None:
@@ -190,7 +192,7 @@ def test_out_of_vocabulary_drafts_are_rejections() -> None:
     assert max(session.stats.histogram) == 2
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 @pytest.mark.parametrize("fail_at", [1, 4])
 def test_an_exception_in_a_forward_leaves_the_cache_as_before(name: str, fail_at: int) -> None:
     """Half of the layers were written when it broke; the same session goes on afterwards."""
@@ -198,12 +200,12 @@ def test_an_exception_in_a_forward_leaves_the_cache_as_before(name: str, fail_at
     proposer = ScriptedProposer(truth, SCRIPTS["mixed"])
     session = greedy_session(name, proposer, 8)
     broken = {"left": fail_at}
-    layer_class = type(session.target.inner.layers[2])
+    mlp = session.target.inner.layers[2].mlp
+    layer_class = type(mlp)
     original = layer_class.__call__
-    layers = session.target.inner.layers
 
     def fail(self, h, *args, **kwargs):
-        if self is layers[2] and h.shape[1] > 1 and session.cache.length >= len(PROMPT):
+        if self is mlp and h.shape[1] > 1 and session.cache.length >= len(PROMPT):
             broken["left"] -= 1
             if broken["left"] == 0:
                 raise RuntimeError("interrupted")

@@ -19,7 +19,7 @@ from tests.conftest import byte_tokenizer, tiny_draft
 from tests.families import SCRIPTS, ScriptedProposer, prompt_of, reference, tiny
 
 PROMPT = prompt_of(21)
-NAMES = ["llama", "llama-sliding", "qwen3"]
+NAMES = ["llama", "llama-sliding", "qwen3", "qwen3_5"]
 
 
 @pytest.fixture
@@ -464,7 +464,7 @@ def test_rejection_sampling_hands_over_the_distribution_it_drew_from(tokenizer, 
 
 @pytest.mark.parametrize("script", ["all", "mixed", "wide"])
 @pytest.mark.parametrize("take", [1, 2, 5, 9, 10, 23])
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_caller_who_leaves_early_keeps_exactly_what_was_returned(
     name: str, take: int, script: str, tokenizer, scripted
 ) -> None:
@@ -488,7 +488,7 @@ def test_a_caller_who_leaves_early_keeps_exactly_what_was_returned(
     assert second[0].cached_tokens == reused and second[-1].timings.prompt_tokens == 4
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_cache_may_be_continued_with_new_tokens_only(name: str, tokenizer, scripted) -> None:
     """mlx_lm's way: the prompt is what comes after the cache, the last answer's end included."""
     cache, tokens = make_prompt_cache(tiny(name), DRAFT), []

@@ -22,9 +22,9 @@ def ask(cache, name: str, ids: list[int], count: int = 12) -> tuple[int, list[in
 
 
 @pytest.mark.parametrize("shared", [0, 1, 5, 20, 25, 40])
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_prefix_is_kept_and_warm_equals_cold(name: str, shared: int) -> None:
-    """A wrapped window cannot be cut back: it starts over, and says 0."""
+    """A wrapped window or a recurrent state cannot be cut back: it starts over, and says 0."""
     cache = make_prompt_cache(tiny(name), DRAFT)
     _, answer = ask(cache, name, prompt_of(21))
     held = prompt_of(21) + answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.errors import UnsupportedTarget
@@ -28,7 +28,7 @@ def test_forward_equals_the_model_bit_for_bit(name: str, dtype: mx.Dtype) -> Non
         assert mx.array_equal(ours, expected), f"{name} {width}: {mx.abs(ours - expected).max().item()}"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5"])
 def test_features_are_the_residual_stream_after_the_tapped_layers(name: str) -> None:
     """Off by one would leave the text right and the acceptance poor."""
     model = build(BY_NAME[name])
@@ -36,7 +36,7 @@ def test_features_are_the_residual_stream_after_the_tapped_layers(name: str) -> 
     outputs = []
     h = model.model.embed_tokens(mx.array([prompt_of(7)]))
     for layer, entry in zip(model.model.layers, make_prompt_cache(model), strict=True):
-        h = layer(h, "causal", entry)
+        h = layer(h, None if isinstance(entry, ArraysCache) else "causal", entry)
         outputs.append(h)
     for taps in [(0,), (3,), (1, 2), (2, 0)]:
         cache = TargetCache(target.make_entries(), 0)
@@ -68,9 +68,7 @@ def test_an_unknown_model_is_refused_with_what_is_supported() -> None:
     from mlx_lm.models import gemma
 
     args = gemma.ModelArgs("gemma", 8, 1, 8, 1, 8, 1e-5, 11, 1)
-    with pytest.raises(
-        UnsupportedTarget, match=r"gemma\.Model has no adapter.*llama, qwen2, qwen3, qwen3_moe.*targets"
-    ):
+    with pytest.raises(UnsupportedTarget, match=r"gemma\.Model has no adapter.*llama, qwen2, qwen3, .*targets"):
         target_for(gemma.Model(args))
 
 

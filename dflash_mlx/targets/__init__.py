@@ -108,3 +108,5 @@ def target_for(model: nn.Module) -> Target:
 
 
 from dflash_mlx.targets import dense as dense  # noqa: E402  (registers its families)
+from dflash_mlx.targets import hybrid as hybrid  # noqa: E402
+from dflash_mlx.targets import sliding as sliding  # noqa: E402

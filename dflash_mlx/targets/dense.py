@@ -23,20 +23,29 @@ class DenseTarget:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.inner = model.model
-        self.tied = bool(model.args.tie_word_embeddings)
-        args = model.args
+        self.text = model.get("language_model", model)  # inside a vision shell
+        self.inner = self.text.model
+        args = self.text.args
+        self.tied = self.is_tied()
         probe = self.inner.embed_tokens(mx.array([[0]]))
-        self.spec = TargetSpec(args.model_type, len(model.layers), args.hidden_size, args.vocab_size, probe.dtype)
+        self.spec = TargetSpec(args.model_type, len(self.text.layers), args.hidden_size, args.vocab_size, probe.dtype)
+
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return bool(self.text.args.tie_word_embeddings)
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.inner.norm
 
     def embed(self, ids: mx.array) -> mx.array:
         return self.inner.embed_tokens(ids)
 
     def head(self, normed: mx.array) -> mx.array:
-        return self.inner.embed_tokens.as_linear(normed) if self.tied else self.model.lm_head(normed)
+        return self.inner.embed_tokens.as_linear(normed) if self.tied else self.text.lm_head(normed)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self.head(self.inner.norm(hidden))
+        return self.head(self.final_norm(hidden))
 
     def make_entries(self, max_kv_size: int | None = None) -> list:
         return make_prompt_cache(self.model, max_kv_size)
