@@ -26,19 +26,24 @@ ARMS = ("plain", "dflash", "auto")
 ORDER = (*ARMS, *reversed(ARMS))
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--prompts", type=int, help="only the first n of every category mixed (default: all)")
+    made.add_argument("--category", help="only the prompts of this one")
+    made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--block-size", type=int, help="default: the draft's choice for this machine")
+    made.add_argument("--blas", choices=["auto", "off"], default="auto")
+    made.add_argument("--dtype")
+    made.add_argument("--gguf")
+    made.add_argument("--out", type=Path, help="write the JSON here; the README's is bench/results/demo.json")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, help="only the first n of every category mixed (default: all)")
-    parser.add_argument("--category", help="only the prompts of this one")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--block-size", type=int, help="default: the draft's choice for this machine")
-    parser.add_argument("--blas", choices=["auto", "off"], default="auto")
-    parser.add_argument("--dtype")
-    parser.add_argument("--gguf")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "demo.json")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     result = run(args)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(summary(result)))
     return 0 if all(row["identical"] for row in result["prompts"]) else 1
 
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{done}: dflash {row['speedup_dflash']:.2f}, auto {row['speedup_auto']:.2f}", file=sys.stderr)
     return {
         "schema": "dflash-demo-2",
-        "command": "python -m bench.demo" + "".join(f" {a}" for a in sys.argv[1:] if "/" not in a),
+        "command": command(args),
         "machine": card,
         "settings": {
             "tokens": args.tokens,
@@ -77,6 +82,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "categories": {name: pool([r for r in rows if r["category"] == name]) for name in categories(rows)},
         "all": pool(rows),
     }
+
+
+def command(args: argparse.Namespace) -> str:
+    """What to type to repeat this, without where the result goes."""
+    given = {k: v for k, v in vars(args).items() if k not in ("out", "gguf") and v != parser().get_default(k)}
+    return " ".join(["python -m bench.demo", *(f"--{k.replace('_', '-')} {v}" for k, v in given.items())])
 
 
 def choose(count: int | None, category: str | None) -> list[dict[str, str]]:

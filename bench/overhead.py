@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 TOKENS = 400
-HERE = Path(__file__).parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="A B C C B A each (default 6)")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "overhead.json")
+    parser.add_argument("--out", type=Path, help="write the JSON here; the README's is bench/results/overhead.json")
     args = parser.parse_args(argv)
     from bench import machine
 
@@ -48,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ratio_plain": median["plain"] / median["mlx_lm"],
         "ratio_cycle": median["block of 4"] / median["mlx_lm"],
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, values in rates.items():
         print(
             f"{name:12s} {median[name]:8.0f} per second (min {min(values):.0f}, max {max(values):.0f}, n {len(values)})"

@@ -1,7 +1,7 @@
 """`python -m dflash_mlx.generate`: text to stdout, everything else to stderr, one JSON object with --json.
 
-Heavy imports happen after the arguments are read, so --help and a wrong flag answer at once. Environment variables
-are read here and nowhere else: DFLASH_BLAS=off is --blas off.
+Heavy imports happen after the arguments are read, so --help and a wrong flag answer at once. The environment variable
+DFLASH_BLAS=off is --blas off; the library reads none but XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo (default)")
     group.add_argument("--draft", default="auto", help="auto (default), none, or a folder or repository")
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "packed"], help="default: as stored")
+    group.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16", "packed"],
+        help="default: as stored; demo: what decodes fastest",
+    )
     group.add_argument(
         "--blas",
         choices=["auto", "off"],
@@ -58,7 +62,7 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system-prompt", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
-    parser.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (default 2048)")
+    parser.add_argument("--prefill-step-size", type=int, help="prompt tokens per forward (default: 2048, on a CPU 256)")
     parser.add_argument("--rule", choices=["rejection", "match"], default="rejection", help="at a temperature")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_model_arguments(parser)
@@ -72,11 +76,25 @@ def generate_main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.blas not in ("auto", "off"):
         parser.error(f"DFLASH_BLAS has to be auto or off, got {args.blas!r}")
-    if args.prompt in (None, "-"):
-        if args.prompt is None and sys.stdin.isatty():
-            parser.error("no prompt: pass --prompt, or pipe one in")
-        args.prompt = sys.stdin.read()
+    if args.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        parser.error("no prompt: pass --prompt, or pipe one in")
     return guarded(lambda: _generate(args))
+
+
+def read_prompt(given: str | None) -> str:
+    """The prompt as given, or standard input without its last newline, which belongs to the pipe.
+
+    Raises:
+        ValueError: it is empty, or not text.
+    """
+    try:
+        prompt = sys.stdin.read().removesuffix("\n") if given in (None, "-") else str(given)
+        prompt.encode()
+    except (UnicodeError, AttributeError) as error:
+        raise ValueError(f"The prompt is not readable text ({error}). Give it in UTF-8.") from error
+    if not prompt:
+        raise ValueError("The prompt is empty. Pass --prompt, or pipe one in.")
+    return prompt
 
 
 def guarded(run: Any) -> int:
@@ -92,14 +110,25 @@ def guarded(run: Any) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; stay quiet at exit too
         return 0
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered cannot be written either
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
 
 
 def _generate(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args.prompt)
+    from dflash_mlx.cpu import prefill_step_size
     from dflash_mlx.generate import stream_generate
     from dflash_mlx.load import load
     from dflash_mlx.report import as_json, summary_lines
+    from dflash_mlx.request import check_numbers
     from dflash_mlx.sampling import make_sampler
+    from dflash_mlx.stops import StopStrings
 
+    step = args.prefill_step_size if args.prefill_step_size is not None else prefill_step_size()
+    check_numbers(max_tokens=args.max_tokens, prefill_step_size=step, block_size=args.block_size)
+    StopStrings(args.stop)
     sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
     with LoadingBar() as bar:
         draft_name = None if args.draft == "none" else args.draft
@@ -109,11 +138,11 @@ def _generate(args: argparse.Namespace) -> int:
     responses = stream_generate(
         model,
         tokenizer,
-        chat_ids(tokenizer, args.prompt, args.system_prompt, raw=args.raw),
+        chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw),
         max_tokens=args.max_tokens,
         draft_model=draft,
         sampler=sampler,
-        prefill_step_size=args.prefill_step_size,
+        prefill_step_size=step,
         block_size=args.block_size,
         stop=args.stop,
         mode=args.mode,
@@ -125,7 +154,7 @@ def _generate(args: argparse.Namespace) -> int:
             text += last.text
             tokens.append(last.token)
             if not args.json:
-                print(last.text, end="", flush=True)
+                print(printable(last.text), end="", flush=True)
     except KeyboardInterrupt:
         status = INTERRUPTED
     if last is None:
@@ -147,6 +176,15 @@ def chat_ids(tokenizer: Any, prompt: str, system: str | None, *, raw: bool) -> l
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """On a terminal, control characters as symbols: a model does not get to move the cursor. Elsewhere unchanged."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 def print_summary(last: GenerationResponse, lines: list[str], *, interrupted: bool) -> None:

@@ -87,6 +87,7 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     input_embeddings: mx.array | None = None,
+    requested_at: float | None = None,
 ) -> Generator[GenerationResponse]:
     """Generate text, one response per token. mlx_lm's arguments mean what they mean there.
 
@@ -101,6 +102,7 @@ def stream_generate(
         prompt_cache: a `PromptCache`, or an mlx_lm cache list (which holds every returned token afterwards).
         block_size: anchor + drafts per cycle, 2..the draft's; 1 is plain decoding. `num_draft_tokens` is
             mlx_lm's name for block_size - 1.
+        requested_at: `time.perf_counter()` when the user asked, if that was before this call; the clocks start there.
         stop: strings that end the answer and are not part of it.
         mode: "auto" speculates where it can pay and rests where it does not, "dflash" insists, "plain" does not.
             When drafts rest depends on time, and never changes greedy text, nor sampled text with a `seed`; text drawn
@@ -137,6 +139,7 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
     request.check_prompt(ids)
+    request = replace(request, notes=request.notes_for(ids), requested_at=requested_at)
     stops = StopStrings([stop] if isinstance(stop, str) else list(stop or ()))
     responses = _respond(request, tokenizer, ids, stops, prompt_progress_callback)
     return _on_stream(stream, responses) if stream is not None else responses

@@ -55,15 +55,16 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         f"answer: {last.generation_tokens} tokens, generation only {_rate(timings.decode_tps)}, "
         f"prefill-inclusive {_rate(timings.request_tps)}",
     ]
+    drafting = stats.cycles - stats.plain_steps
     if last.mode == "dflash":
         rate = stats.draft_acceptance_rate
         share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
         length = stats.mean_acceptance_length
         lines.append(
-            f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {stats.cycles} cycles, {share}"
+            f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {drafting} cycles, {share}"
         )
         if stats.plain_steps > 1:
-            lines.append(f"{stats.plain_steps} of the cycles were plain steps, where drafts did not pay")
+            lines.append(f"and {stats.plain_steps} plain steps, to rest from drafts that do not pay or to measure")
     else:
         lines.append("plain decoding")
     lines.append(f"peak memory: {last.peak_memory:.2f} GB")

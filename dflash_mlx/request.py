@@ -7,7 +7,7 @@ session of the decode loop and `Request.close` leaves the caller's cache holding
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +25,7 @@ from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, as_policy
+from dflash_mlx.stats import Timings
 from dflash_mlx.targets import Target, target_for
 
 MODES = ("auto", "dflash", "plain")
@@ -55,15 +56,33 @@ class Request:
     prompt_cache: PromptCache | None
     entries: list | None  # an mlx_lm cache list of the caller's
     max_kv_size: int | None
+    requested_at: float | None = None
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raises ValueError for an empty prompt or an id outside the vocabulary."""
+        """Raises ValueError for a prompt that is empty, longer than the context, or has ids outside the vocabulary."""
         if not len(ids):
             raise ValueError("`prompt` has no tokens. Give at least one; with a chat model, use its chat template.")
         rows = self.target.spec.vocab_size
         bad = next((token for token in ids if not 0 <= token < rows), None)
         if bad is not None:
             raise ValueError(f"`prompt` holds id {bad}, and the model's ids are 0..{rows - 1}. Is this its tokenizer?")
+        limit, length = self.target.spec.max_positions, self.held + len(ids)
+        if limit and length > limit:
+            raise ValueError(f"`prompt` makes {length} tokens, and the model's context is {limit}. Shorten it.")
+
+    def notes_for(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """The request's notes, and whether the answer may outgrow the model's context."""
+        limit = self.target.spec.max_positions
+        if not limit or self.held + len(ids) + self.max_tokens <= limit:
+            return self.notes
+        return (*self.notes, f"the answer may outgrow the model's context of {limit} tokens and then loses quality")
+
+    @property
+    def held(self) -> int:
+        """Positions that the caller's cache holds."""
+        if self.prompt_cache is not None:
+            return self.prompt_cache.cache.length
+        return _held(self.entries) if self.entries else 0
 
     def open(self, stop: Collection[int]) -> Session:
         """The session that `decode` runs; `stop` are the ids that end it."""
@@ -84,6 +103,7 @@ class Request:
             schedule=self._schedule(),
             tokens=tokens,
             base=base,
+            timings=Timings(start=self.requested_at),
         )
 
     def _schedule(self) -> BlockSchedule:
@@ -129,6 +149,20 @@ class Request:
             session.evaluate()
 
 
+def check_numbers(*, max_tokens: int, prefill_step_size: int, block_size: int | None) -> None:
+    """What can be said before any model is there; `plan` knows the draft's range too.
+
+    Raises:
+        ValueError: names the argument, its range and the value.
+    """
+    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {max_tokens}.")
+    if prefill_step_size < 1:
+        raise ValueError(f"`prefill_step_size` has to be 1 or more, got {prefill_step_size}.")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"`block_size` has to be 1 (plain decoding) or more, got {block_size}.")
+
+
 def plan(
     model: nn.Module,
     draft: DraftModel | None,
@@ -149,10 +183,7 @@ def plan(
         ValueError: an argument is out of range; names it, the legal range and the value.
         UnsupportedTarget, IncompatiblePair, CacheStateError: as they say.
     """
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {max_tokens}.")
-    if prefill_step_size < 1:
-        raise ValueError(f"`prefill_step_size` has to be 1 or more, got {prefill_step_size}.")
+    check_numbers(max_tokens=max_tokens, prefill_step_size=prefill_step_size, block_size=block_size)
     if mode not in MODES:
         raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {mode!r}.")
     if rule not in RULES:
@@ -177,7 +208,9 @@ def plan(
         raise ValueError(
             "`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out."
         )
-    notes = [blas.status().note] if blas.status().active else []
+    if draft is not None:
+        _block(draft, block_size)
+    notes = []
     if draft is not None and reason is not None and mode == "auto":
         notes.append(f"plain decoding: {reason}")
     if speculates and _unseen(held, entries):
@@ -185,11 +218,11 @@ def plan(
             "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
             "dflash_mlx.make_prompt_cache(model, draft_model) and speculate in every request to it"
         )
-    return Request(
+    request = Request(
         target=target,
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
-        notes=tuple(notes),
+        notes=(),
         block_size=_block(draft, block_size) if speculates and draft else 1,
         adaptive=speculates and mode == "auto" and block_size is None,
         max_tokens=UNLIMITED if max_tokens == -1 else max_tokens,
@@ -201,6 +234,10 @@ def plan(
         entries=entries,
         max_kv_size=max_kv_size,
     )
+    if request.adaptive and request._text_depends_on_blocks():
+        notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
+    facts = [blas.status().note] if blas.status().active else []
+    return replace(request, notes=(*notes, *facts))
 
 
 def _why_plain(draft: DraftModel | None, mode: str, block_size: int | None, dtype: mx.Dtype) -> str | None:
@@ -245,7 +282,7 @@ def _block(draft: DraftModel, block_size: int | None) -> int:
     trained = draft.config.block_size
     if block_size is None:
         return draft.block_size
-    if not 2 <= block_size <= trained:
+    if block_size != 1 and not 2 <= block_size <= trained:
         raise ValueError(
             f"`block_size` has to be in 2..{trained} (1 is plain decoding; {draft.name} was trained with {trained}), "
             f"got {block_size}."

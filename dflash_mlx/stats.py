@@ -19,12 +19,12 @@ class Stats:
     """What the cycles did. Everything is counted after truncation, so it describes what the caller received."""
 
     cycles: int = 0
-    plain_steps: int = 0  # cycles without drafts
+    plain_steps: int = 0  # cycles without drafts: plain decoding, measuring, resting, or no room for one
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0  # the prefill token included
     host_syncs: int = 0  # device-to-host reads after prefill
-    histogram: Counter[int] = field(default_factory=Counter)  # accepted drafts per cycle -> cycles
+    histogram: Counter[int] = field(default_factory=Counter)  # accepted drafts per cycle that drafted -> cycles
 
     def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
         self.cycles += 1
@@ -32,15 +32,15 @@ class Stats:
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
-        self.histogram[accepted] += 1
+        if drafted:
+            self.histogram[accepted] += 1
 
     def retract(self, *, drafted: int, accepted: int, emitted: int, delivered: int) -> None:
         """The last cycle delivered fewer tokens than it made; one that delivered none did not happen."""
         self.emitted -= emitted
         self.accepted -= accepted
-        self.histogram[accepted] -= 1
-        if not self.histogram[accepted]:
-            del self.histogram[accepted]
+        if drafted:
+            self.histogram = self.histogram - Counter([accepted])
         self.cycles -= 1
         self.drafted -= drafted
         self.plain_steps -= drafted == 0
@@ -49,8 +49,9 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per cycle, the correction or bonus included; 1 for plain decoding."""
-        return 1 + self.accepted / self.cycles if self.cycles else None
+        """Tokens per cycle that drafted, the correction or bonus included."""
+        drafting = self.cycles - self.plain_steps
+        return 1 + self.accepted / drafting if drafting else None
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -59,19 +60,19 @@ class Stats:
 
 @dataclass
 class Timings:
-    """Clocks of one request in seconds of `perf_counter`, started when it is made."""
+    """Clocks of one request in seconds of `perf_counter`."""
 
     prompt_tokens: int = 0  # processed by this request, cached ones excluded
     draft_prefill_s: float = 0.0  # the draft's share of prefill: counted as decoding, like all of the draft
     emitted: int = 0
     clock: Callable[[], float] = time.perf_counter
-    start: float = 0.0
+    start: float | None = None  # when it was asked for; None is now
     prefilled: float | None = None  # target prefill done and first token known
     first: float | None = None  # first token emitted
     last: float | None = None  # latest token emitted
 
     def __post_init__(self) -> None:
-        self.start = self.clock()
+        self._start = self.clock() if self.start is None else self.start
 
     def mark_prefilled(self) -> float:
         self.prefilled = self.clock()
@@ -87,11 +88,11 @@ class Timings:
     @property
     def prefill_s(self) -> float | None:
         """The target's prefill and the first token; without the draft's share."""
-        return None if self.prefilled is None else self.prefilled - self.start - self.draft_prefill_s
+        return None if self.prefilled is None else self.prefilled - self._start - self.draft_prefill_s
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first is None else self.first - self.start
+        return None if self.first is None else self.first - self._start
 
     @property
     def decode_s(self) -> float | None:
@@ -100,7 +101,7 @@ class Timings:
 
     @property
     def total_s(self) -> float | None:
-        return None if self.last is None else self.last - self.start
+        return None if self.last is None else self.last - self._start
 
     @property
     def prompt_tps(self) -> float | None:

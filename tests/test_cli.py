@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from dflash_mlx.__main__ import main
-from dflash_mlx.cli import INTERRUPTED, generate_main
+from dflash_mlx.cli import INTERRUPTED, generate_main, printable
 from tests.folders import draft_folder, target_folder
 
 KEYS = {
@@ -65,7 +66,7 @@ def test_a_piped_prompt_is_read(models: list[str], capsys, monkeypatch) -> None:
     generate_main([*models, "--prompt", "piped words", "--json", "--max-tokens", "5"])
     expected = json.loads(capsys.readouterr().out)
     for extra in ([], ["--prompt", "-"]):
-        monkeypatch.setattr("sys.stdin", io.StringIO("piped words"))
+        monkeypatch.setattr("sys.stdin", io.StringIO("piped words\n"))  # echo's newline is not part of it
         assert generate_main([*models, *extra, "--json", "--max-tokens", "5"]) == 0
         assert json.loads(capsys.readouterr().out)["tokens"] == expected["tokens"]
 
@@ -91,6 +92,10 @@ def test_a_seed_repeats_the_text(models: list[str], capsys) -> None:
     [
         (["--block-size", "99"], "`block_size` has to be in 2..16"),
         (["--max-tokens", "0"], "`max_tokens` has to be 1 or more"),
+        (["--prefill-step-size", "0"], "`prefill_step_size` has to be 1 or more"),
+        (["--stop", ""], "empty string"),
+        (["--prompt", ""], "The prompt is empty"),
+        (["--prompt", "\udcff"], "not readable text"),
         (["--temp", "-1"], "`temperature` has to be 0 or more"),
         (["--model", "./nope"], "does not exist"),
         (["--draft", "./nope"], "does not exist"),
@@ -127,6 +132,28 @@ def test_an_interrupt_keeps_the_text_so_far(models: list[str], capsys, monkeypat
     assert generate_main([*models, "--prompt", "hello", "--json"]) == INTERRUPTED
     result = json.loads(capsys.readouterr().out)
     assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 6
+
+
+@pytest.mark.parametrize("stdin", [None, b"\xff\xfe", b""], ids=["closed", "not-utf8", "empty"])
+def test_unusable_standard_input_is_one_message(stdin: bytes | None, models: list[str]) -> None:
+    command = [sys.executable, "-m", "dflash_mlx.generate", *models, *(["--prompt", "-"] if stdin is None else [])]
+    shell = " ".join(shlex.quote(word) for word in command) + (" <&-" if stdin is None else "")
+    done = subprocess.run(["bash", "-c", shell], input=stdin, capture_output=True)
+    assert done.returncode == 1 and done.stdout == b""
+    assert b"Traceback" not in done.stderr and b"Error: The prompt is" in done.stderr
+
+
+def test_a_full_disk_is_one_message(models: list[str]) -> None:
+    command = [sys.executable, "-m", "dflash_mlx.generate", *models, "--prompt", "hello", "--max-tokens", "5"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "No space left" in done.stderr
+
+
+def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printable("a\x1b[2Jb\n") == "a\x1b[2Jb\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert printable("a\x1b[2J\tb\n\u202e") == "a\u241b[2J\tb\n\ufffd"
 
 
 def test_a_closed_pipe_is_quiet(models: list[str]) -> None:

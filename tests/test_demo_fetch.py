@@ -201,7 +201,7 @@ def test_a_full_disk_ends_the_fetch_with_one_clear_error(cache: Path, monkeypatc
 
 def test_an_unusable_cache_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match=r"file.* cannot be used as a cache.*cache_dir"):
+    with pytest.raises(FetchError, match=r"file.* cannot be used as a cache.*XDG_CACHE_HOME"):
         find_or_fetch_gguf(None, tmp_path / "file" / "cache")
 
 

@@ -123,7 +123,9 @@ def test_scripted_drafts_keep_the_responses(name: str, script: str, tokenizer, s
         (dict(max_tokens=0), "`max_tokens` has to be 1 or more, or -1"),
         (dict(max_tokens=-2), "`max_tokens` .* got -2"),
         (dict(block_size=17), r"`block_size` has to be in 2\.\.16 .* got 17"),
-        (dict(block_size=0), r"`block_size` has to be in 2\.\.16 .* got 0"),
+        (dict(block_size=0), r"`block_size` has to be 1 \(plain decoding\) or more, got 0"),
+        (dict(block_size=99, mode="plain"), r"`block_size` has to be in 2\.\.16 .* got 99"),
+        (dict(max_tokens=4.5), "`max_tokens` has to be 1 or more"),
         (dict(num_draft_tokens=16), r"`block_size` has to be in 2\.\.16"),
         (dict(num_draft_tokens=3, block_size=4), "say the same thing"),
         (dict(mode="fast"), "`mode` has to be one of auto, dflash, plain"),
@@ -168,6 +170,29 @@ def test_num_draft_tokens_is_block_size_minus_one(tokenizer) -> None:
     assert list(stream("llama", tokenizer, num_draft_tokens=3, max_tokens=5))[-1].block_size == 4
 
 
+def test_a_prompt_longer_than_the_context_is_refused(tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"makes 2049 tokens, and the model's context is 2048\. Shorten it"):
+        stream("llama", tokenizer, prompt_of(2049))
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    list(stream("llama", tokenizer, max_tokens=1, prompt_cache=cache))
+    with pytest.raises(ValueError, match="makes 2049 tokens"):
+        stream("llama", tokenizer, prompt_of(2049 - len(PROMPT)), prompt_cache=cache)
+
+
+def test_an_answer_that_may_outgrow_the_context_is_noted(tokenizer) -> None:
+    note = "may outgrow the model's context of 2048"
+    assert any(note in n for n in next(stream("llama", tokenizer, max_tokens=2048)).notes)
+    assert any(note in n for n in next(stream("llama", tokenizer, max_tokens=-1)).notes)
+    assert not any(note in n for n in next(stream("llama", tokenizer, max_tokens=2000)).notes)
+
+
+def test_the_clocks_start_when_the_user_asked(tokenizer) -> None:
+    import time
+
+    last = list(stream("llama", tokenizer, max_tokens=5, requested_at=time.perf_counter() - 5))[-1]
+    assert last.timings.ttft_s > 5 and last.timings.total_s > 5 and last.timings.decode_s < 5
+
+
 @pytest.mark.parametrize("kwargs", [dict(mode="plain"), dict(block_size=1, mode="auto"), dict(draft_model=None)])
 def test_plain_decoding_is_named_plain(kwargs: dict, tokenizer) -> None:
     """Block 1 degrades to plain decoding instead of stopping."""
@@ -175,7 +200,8 @@ def test_plain_decoding_is_named_plain(kwargs: dict, tokenizer) -> None:
     assert [r.token for r in responses] == reference("llama", PROMPT, 40)
     last = responses[-1]
     assert (last.mode, last.block_size, last.stats.drafted, last.stats.accepted) == ("plain", 1, 0, 0)
-    assert last.stats.draft_acceptance_rate is None and last.stats.mean_acceptance_length == 1
+    assert last.stats.draft_acceptance_rate is None and last.stats.mean_acceptance_length is None
+    assert last.stats.plain_steps == last.stats.cycles and not last.stats.histogram
 
 
 def test_auto_falls_back_where_speculation_cannot_pay_and_says_so(tokenizer) -> None:
@@ -219,6 +245,9 @@ def test_a_seed_is_kept_by_a_schedule_that_follows_the_clock(paying, tokenizer) 
 
     fast, slow = runs(sampler=make_sampler(1.0, seed=5))
     assert fast == slow
+    sampler = make_sampler(1.0, seed=5)
+    response = next(stream("qwen3", tokenizer, mode="auto", sampler=sampler, draft_model=tiny_draft()))
+    assert any("so that the seed repeats the text" in note for note in response.notes)
     fast, slow = runs(sampler=make_sampler(1.0, seed=5), rule="match")
     assert fast[0] == slow[0] and fast[1] < slow[1]
     fast, slow = runs(sampler=make_sampler(0.0))

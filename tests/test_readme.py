@@ -39,11 +39,12 @@ def test_the_readme_names_the_three_commands() -> None:
 
 @pytest.mark.parametrize("words", modules(), ids=" ".join)
 def test_every_command_of_the_readme_is_accepted(words: list[str]) -> None:
-    """The arguments parse; the network test below runs them for real."""
-    argv = ["x", *words[1:], "--help"]
-    code = f"import runpy, sys; sys.argv = {argv!r}; runpy.run_module({words[0]!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """The arguments parse; the network test below runs one for real."""
+    from bench import demo
+    from dflash_mlx import chat, cli
+
+    parsers = {"dflash_mlx.chat": chat.parser, "dflash_mlx.generate": cli.generate_parser, "bench.demo": demo.parser}
+    parsers[words[0]]().parse_args(words[1:])
 
 
 @pytest.mark.network

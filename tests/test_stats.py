@@ -15,6 +15,9 @@ def test_published_definitions() -> None:
     assert stats.draft_acceptance_rate == pytest.approx(5 / 9)
     assert stats.emitted == 1 + stats.accepted + stats.cycles
     assert stats.histogram == {3: 1, 0: 1, 2: 1}
+    stats.record(drafted=0, accepted=0, emitted=1)
+    assert stats.mean_acceptance_length == pytest.approx(1 + 5 / 3), "a plain step says nothing of the draft"
+    assert stats.cycles == 4 and stats.plain_steps == 1 and stats.histogram[0] == 1
 
 
 def test_nothing_known_is_none() -> None:

@@ -118,7 +118,7 @@ def disk_error(error: OSError, cache_dir: Path) -> FetchError:
     if error.errno in FULL:
         return FetchError(
             f"The disk of {cache_dir} is full. Making the demo target takes up to {NEEDED_BYTES / 1e6:.0f} MB for a "
-            "moment and 200 MB afterwards. Free some space or choose another folder with `cache_dir`; nothing "
+            "moment and 200 MB afterwards. Free some space, or name another folder in XDG_CACHE_HOME; nothing "
             "half-written was left."
         )
-    return FetchError(f"{cache_dir} cannot be used as a cache ({error}). Choose another folder with `cache_dir`.")
+    return FetchError(f"{cache_dir} cannot be used as a cache ({error}). Name another folder in XDG_CACHE_HOME.")

@@ -29,6 +29,7 @@ class TargetSpec:
     hidden_size: int
     vocab_size: int  # rows of the embedding, padding included
     dtype: mx.Dtype  # of the activations
+    max_positions: int | None = None  # that the model was made for, if its config says
 
 
 @dataclass(frozen=True)

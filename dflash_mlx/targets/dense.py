@@ -27,8 +27,11 @@ class DenseTarget:
         self.inner = self.text.model
         args = self.text.args
         self.tied = self.is_tied()
+        positions = vars(args).get("max_position_embeddings")
         probe = self.inner.embed_tokens(mx.array([[0]]))
-        self.spec = TargetSpec(args.model_type, len(self.text.layers), args.hidden_size, args.vocab_size, probe.dtype)
+        self.spec = TargetSpec(
+            args.model_type, len(self.text.layers), args.hidden_size, args.vocab_size, probe.dtype, positions
+        )
 
     def is_tied(self) -> bool:
         """Whether the head is the embedding."""

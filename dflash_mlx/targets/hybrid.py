@@ -1,4 +1,4 @@
-"""Hybrids of recurrent and attention layers: Qwen3-Next and Qwen3.5 to 3.8 (gated delta rule), LFM2 (short convolution).
+"""Hybrids of recurrent and attention layers: Qwen3-Next, Qwen3.5 to 3.8 (gated delta rule), LFM2 (short convolution).
 
 The loop is mlx_lm's (`Qwen3_5TextModel.__call__`, `Lfm2Model.__call__`). The block of a recurrent layer is written out,
 because its rollback runs the mixer again over the rows it was given.
