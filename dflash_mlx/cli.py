@@ -121,13 +121,13 @@ def _generate(args: argparse.Namespace) -> int:
     from dflash_mlx.cpu import prefill_step_size
     from dflash_mlx.generate import stream_generate
     from dflash_mlx.load import load
+    from dflash_mlx.options import Options
     from dflash_mlx.report import as_json, summary_lines
-    from dflash_mlx.request import check_numbers
     from dflash_mlx.sampling import make_sampler
     from dflash_mlx.stops import StopStrings
 
     step = args.prefill_step_size if args.prefill_step_size is not None else prefill_step_size()
-    check_numbers(max_tokens=args.max_tokens, prefill_step_size=step, block_size=args.block_size)
+    Options(max_tokens=args.max_tokens, prefill_step_size=step, block_size=args.block_size)  # before any model loads
     StopStrings(args.stop)
     sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
     with LoadingBar() as bar:

@@ -29,10 +29,11 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from dflash_mlx import threads
 from dflash_mlx.decode import Commit, Progress, decode
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.report import summary_lines
 from dflash_mlx.request import Request, plan
-from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy
+from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy, as_policy
 from dflash_mlx.stats import Stats, Timings
 from dflash_mlx.stops import StopStrings
 
@@ -122,24 +123,22 @@ def stream_generate(
         if block_size is not None:
             raise ValueError("`num_draft_tokens` and `block_size` say the same thing; pass one of them.")
         block_size = num_draft_tokens + 1
-    request = plan(
-        model,
-        draft_model,
-        policy=sampler,
-        processors=tuple(logits_processors or ()),
-        prompt_cache=prompt_cache,
-        max_kv_size=max_kv_size,
+    options = Options(
         max_tokens=max_tokens,
         prefill_step_size=prefill_step_size,
         block_size=block_size,
         mode=mode,
         rule=rule,
+        policy=as_policy(sampler),
+        processors=tuple(logits_processors or ()),
+        max_kv_size=max_kv_size,
+        requested_at=requested_at,
     )
+    request = plan(model, draft_model, options, prompt_cache)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
     request.check_prompt(ids)
-    request = replace(request, notes=request.notes_for(ids), requested_at=requested_at)
     stops = StopStrings([stop] if isinstance(stop, str) else list(stop or ()))
     responses = _respond(request, tokenizer, ids, stops, prompt_progress_callback)
     return _on_stream(stream, responses) if stream is not None else responses
@@ -195,7 +194,7 @@ def _respond(
         generation_tps=0.0,
         peak_memory=0.0,
         mode=request.mode,
-        notes=request.notes,
+        notes=request.notes_for(ids),
         block_size=request.block_size,
         cached_tokens=session.cache.length,
         stats=session.stats,
@@ -206,7 +205,7 @@ def _respond(
         ids,
         max_tokens=request.max_tokens,
         stop=eos,
-        prefill_step_size=request.prefill_step_size,
+        prefill_step_size=request.options.prefill_step_size,
         progress=progress,
     )
     try:

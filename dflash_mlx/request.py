@@ -7,7 +7,7 @@ session of the decode loop and `Request.close` leaves the caller's cache holding
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,15 +21,13 @@ from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
+from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
 from dflash_mlx.proposers.block import BlockProposer
-from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, as_policy
+from dflash_mlx.sampling import Draws, SamplingPolicy
 from dflash_mlx.stats import Timings
 from dflash_mlx.targets import Target, target_for
-
-MODES = ("auto", "dflash", "plain")
-RULES = ("rejection", "match")
 
 
 @dataclass(frozen=True)
@@ -48,15 +46,13 @@ class Request:
     notes: tuple[str, ...]
     block_size: int
     adaptive: bool
-    max_tokens: int
-    prefill_step_size: int
-    policy: SamplingPolicy | Sampler
-    processors: tuple[LogitsProcessor, ...]
-    rule: str
+    options: Options
     prompt_cache: PromptCache | None
     entries: list | None  # an mlx_lm cache list of the caller's
-    max_kv_size: int | None
-    requested_at: float | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        return UNLIMITED if self.options.max_tokens == -1 else self.options.max_tokens
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raises ValueError for a prompt that is empty, longer than the context, or has ids outside the vocabulary."""
@@ -86,13 +82,13 @@ class Request:
 
     def open(self, stop: Collection[int]) -> Session:
         """The session that `decode` runs; `stop` are the ids that end it."""
-        policy = self.policy
+        policy, options = self.options.policy, self.options
         draws = Draws.for_policy(policy) if isinstance(policy, SamplingPolicy) else Draws(0)
-        decider = make_decider(policy, self.processors, draws, rule=self.rule, stop=stop)
+        decider = make_decider(policy, options.processors, draws, rule=options.rule, stop=stop)
         if self.prompt_cache is not None:
             cache, tokens, base = self.prompt_cache.cache, self.prompt_cache.tokens, 0
         else:
-            entries = self.entries if self.entries is not None else self.target.make_entries(self.max_kv_size)
+            entries = self.entries if self.entries is not None else self.target.make_entries(options.max_kv_size)
             base = _held(entries) if self.entries is not None else 0
             cache, tokens = TargetCache(entries, base), []
         return Session(
@@ -103,30 +99,13 @@ class Request:
             schedule=self._schedule(),
             tokens=tokens,
             base=base,
-            timings=Timings(start=self.requested_at),
+            timings=Timings(start=options.requested_at),
         )
 
     def _schedule(self) -> BlockSchedule:
-        if self.adaptive and self.draft is not None and not self._text_depends_on_blocks():
+        if self.adaptive and self.draft is not None:
             return AdaptiveBlock(self.block_size, self.draft.costs)
         return FixedBlock(self.block_size)
-
-    def _text_depends_on_blocks(self) -> bool:
-        """Rejection sampling with a seed: the text is exact whatever the blocks, but not the same text.
-
-        A schedule that follows the clock would break the promise that a seed repeats it.
-        """
-        policy = self.policy
-        return self._samples_drafts() and isinstance(policy, SamplingPolicy) and policy.seed is not None
-
-    def _samples_drafts(self) -> bool:
-        policy = self.policy
-        return (
-            isinstance(policy, SamplingPolicy)
-            and not policy.greedy
-            and not self.processors
-            and self.rule == "rejection"
-        )
 
     def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
         if self.draft is None:
@@ -134,8 +113,8 @@ class Request:
         context = self.prompt_cache.context_in_step() if self.prompt_cache is not None else None
         if context is None:
             context = self.draft.make_context(cache.length)
-        if self._samples_drafts() and isinstance(self.policy, SamplingPolicy):
-            return BlockProposer(self.draft, self.target, context, self.policy, draws)
+        if self.options.samples_drafts and isinstance(self.options.policy, SamplingPolicy):
+            return BlockProposer(self.draft, self.target, context, self.options.policy, draws)
         return BlockProposer(self.draft, self.target, context)
 
     def close(self, session: Session) -> None:
@@ -149,45 +128,15 @@ class Request:
             session.evaluate()
 
 
-def check_numbers(*, max_tokens: int, prefill_step_size: int, block_size: int | None) -> None:
-    """What can be said before any model is there; `plan` knows the draft's range too.
-
-    Raises:
-        ValueError: names the argument, its range and the value.
-    """
-    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {max_tokens}.")
-    if prefill_step_size < 1:
-        raise ValueError(f"`prefill_step_size` has to be 1 or more, got {prefill_step_size}.")
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"`block_size` has to be 1 (plain decoding) or more, got {block_size}.")
-
-
 def plan(
-    model: nn.Module,
-    draft: DraftModel | None,
-    *,
-    policy: SamplingPolicy | Sampler | None,
-    processors: tuple[LogitsProcessor, ...],
-    prompt_cache: PromptCache | list | None,
-    max_kv_size: int | None,
-    max_tokens: int,
-    prefill_step_size: int,
-    block_size: int | None,
-    mode: str,
-    rule: str,
+    model: nn.Module, draft: DraftModel | None, options: Options, prompt_cache: PromptCache | list | None = None
 ) -> Request:
-    """Check the arguments and decide what runs.
+    """Check the options against the models and decide what runs.
 
     Raises:
-        ValueError: an argument is out of range; names it, the legal range and the value.
+        ValueError: an argument is out of range or not honoured here; the message names it.
         UnsupportedTarget, IncompatiblePair, CacheStateError: as they say.
     """
-    check_numbers(max_tokens=max_tokens, prefill_step_size=prefill_step_size, block_size=block_size)
-    if mode not in MODES:
-        raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {mode!r}.")
-    if rule not in RULES:
-        raise ValueError(f"`rule` has to be one of {', '.join(RULES)}, got {rule!r}.")
     if draft is not None and not isinstance(draft, DraftModel):
         raise ValueError(
             f"`draft_model` is a {type(draft).__name__}, not a DFlash draft. A DFlash draft comes from "
@@ -197,58 +146,62 @@ def plan(
     target = target_for(model)
     if draft is not None:
         check_pair(draft, target, target.spec.model_type)
+        block_size = _block(draft, options.block_size)
     held, entries = _check_cache(prompt_cache, model, draft, len(model.layers))
-    if held is not None and max_kv_size is not None:
-        raise ValueError("`max_kv_size` is not honoured with a PromptCache, which was made without it. Leave one out.")
-    reason = _why_plain(draft, mode, block_size, target.spec.dtype) or _why_not_over(entries)
-    if reason and mode == "dflash":
+    reason = _why_plain(draft, options, target.spec.dtype) or _why_not_over(entries)
+    if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
     speculates = draft is not None and reason is None
-    if speculates and max_kv_size is not None:
-        raise ValueError(
-            "`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out."
-        )
-    if draft is not None:
-        _block(draft, block_size)
-    notes = []
-    if draft is not None and reason is not None and mode == "auto":
-        notes.append(f"plain decoding: {reason}")
-    if speculates and _unseen(held, entries):
-        notes.append(
-            "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
-            "dflash_mlx.make_prompt_cache(model, draft_model) and speculate in every request to it"
-        )
-    request = Request(
+    _check_max_kv_size(options, held, speculates)
+    adaptive = speculates and options.mode == "auto" and options.block_size is None
+    return Request(
         target=target,
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
-        notes=(),
-        block_size=_block(draft, block_size) if speculates and draft else 1,
-        adaptive=speculates and mode == "auto" and block_size is None,
-        max_tokens=UNLIMITED if max_tokens == -1 else max_tokens,
-        prefill_step_size=prefill_step_size,
-        policy=as_policy(policy),
-        processors=processors,
-        rule=rule,
+        notes=_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
+        block_size=block_size if speculates else 1,
+        adaptive=adaptive and not options.text_depends_on_blocks,
+        options=options,
         prompt_cache=held,
         entries=entries,
-        max_kv_size=max_kv_size,
     )
-    if request.adaptive and request._text_depends_on_blocks():
+
+
+def _notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -> tuple[str, ...]:
+    """What the user should know: reasons first, facts last."""
+    notes = []
+    if reason is not None and options.mode == "auto":
+        notes.append(f"plain decoding: {reason}")
+    if unseen:
+        notes.append(
+            "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
+            "dflash_mlx.make_prompt_cache(model, draft_model) for all requests to this pair"
+        )
+    if adaptive and options.text_depends_on_blocks:
         notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
-    facts = [blas.status().note] if blas.status().active else []
-    return replace(request, notes=(*notes, *facts))
+    return (*notes, blas.status().note) if blas.status().active else tuple(notes)
 
 
-def _why_plain(draft: DraftModel | None, mode: str, block_size: int | None, dtype: mx.Dtype) -> str | None:
+def _check_max_kv_size(options: Options, held: PromptCache | None, speculates: bool) -> None:
+    if options.max_kv_size is None:
+        return
+    if held is not None:
+        raise ValueError("`max_kv_size` is not honoured with a PromptCache, which was made without it. Leave one out.")
+    if speculates:
+        raise ValueError(
+            "`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out."
+        )
+
+
+def _why_plain(draft: DraftModel | None, options: Options, dtype: mx.Dtype) -> str | None:
     """Why this request does not speculate, or None."""
     if draft is None:
         return "no `draft_model` was given."
-    if mode == "plain":
+    if options.mode == "plain":
         return "`mode` is 'plain'."
-    if block_size == 1:
+    if options.block_size == 1:
         return "`block_size` is 1, which leaves no room for a draft."
-    if mode == "auto" and mx.default_device() == mx.cpu:
+    if options.mode == "auto" and mx.default_device() == mx.cpu:
         return _why_not_on_cpu(dtype)
     return None
 

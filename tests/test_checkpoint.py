@@ -16,24 +16,9 @@ from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.targets import target_for
 from tests.conftest import tiny_draft
 from tests.families import tiny
+from tests.folders import DRAFT_CONFIG
 
-CONFIG = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 257,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "num_target_layers": 4,
-    "block_size": 16,
-    "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 256},
-}
+CONFIG = DRAFT_CONFIG | {"model_type": "qwen3"}
 
 
 def without(*keys: str) -> dict:

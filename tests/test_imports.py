@@ -17,7 +17,7 @@ LAYERS = [
     {"sampling", "cache"},
     {"targets", "draft", "accept"},
     {"proposers", "prompt_cache"},
-    {"decode"},
+    {"decode", "options"},
     {"request", "load", "report"},
     {"generate"},
     {"cli"},

@@ -6,6 +6,7 @@ because its rollback runs the mixer again over the rows it was given.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,14 +29,16 @@ class Parts:
     mlp: nn.Module
 
 
-class HybridTarget(DenseTarget):
+class HybridTarget(DenseTarget, ABC):
     """Layers with an attention cache are called whole, layers with a recurrent one in parts."""
 
+    @abstractmethod
     def recurrent_mask(self, h: mx.array, entries: list) -> mx.array | None:
-        raise NotImplementedError
+        """The mask of recurrent layers, as the model's own forward builds it."""
 
+    @abstractmethod
     def parts(self, layer: nn.Module) -> Parts:
-        raise NotImplementedError
+        """A recurrent layer in parts."""
 
     def forward(self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Forward:
         h = self.embed(ids)  # [B, T, H]
