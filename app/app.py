@@ -9,7 +9,7 @@ from textual.app import App
 from dflash_mlx.app.engine import EngineFactory, EngineThread
 from dflash_mlx.app.envelope import EngineMessage
 from dflash_mlx.app.jobs import LoadModel
-from dflash_mlx.app.messages import Event
+from dflash_mlx.app.messages import EngineFailed, Event
 from dflash_mlx.app.screens.chat import ChatScreen
 from dflash_mlx.app.settings import Settings
 from dflash_mlx.app.theme import DARK, LIGHT
@@ -30,6 +30,8 @@ class ChatApp(App[None]):
         super().__init__()
         self.tracebacks: list[str] = []
         """Tracebacks of bugs, to print when the terminal is the user's again."""
+        self.failure: EngineFailed | None = None
+        """Why no question could be asked, to say again then."""
         self.engine = engine(self._post_from_engine)
         self.chat = ChatScreen(self.engine, load, settings or Settings())
 

@@ -43,6 +43,9 @@ class Stats(Protocol):
     def cycles(self) -> int: ...
 
     @property
+    def plain_steps(self) -> int: ...
+
+    @property
     def mean_acceptance_length(self) -> float | None: ...
 
     @property
@@ -113,6 +116,8 @@ class Pair:
     model: object
     tokenizer: Tokenizer
     draft: Draft | None
+    largest_block: int | None = None
+    """What the draft was trained with."""
 
 
 Progress = Callable[[str, float | None], None]
@@ -125,28 +130,37 @@ class Backend:
     load: Callable[[str, Mapping[str, str | None], Progress], Pair]
     """(path or repository, keyword arguments of `dflash_mlx.load`, progress) -> Pair."""
     stream: Callable[..., Generator[Response, None, None]]
+    """Checks its arguments when it is called, before the generator runs."""
     make_sampler: Callable[..., object]
     make_cache: Callable[[object, Draft | None], Cache]
     clear_streams: Callable[[], None]
     user_errors: tuple[type[Exception], ...] = (ValueError,)
     """Errors whose text is meant for the user."""
+    prefill_step_size: int = 2048
+    """Prompt tokens per forward pass, and so between two looks at whether to stop."""
 
 
 def mlx_backend() -> Backend:
     """Import the engine library. Slow; only inside the thread that will own the arrays."""
     # `load` comes first: it puts a real BLAS under MLX on Linux, which has to happen early.
     from dflash_mlx import load, make_prompt_cache, make_sampler, stream_generate  # noqa: I001
+    from dflash_mlx.cpu import prefill_step_size
     from dflash_mlx.errors import DFlashError
     import mlx.core as mx
 
     def load_pair(path: str, options: Mapping[str, Any], progress: Progress) -> Pair:
         model, tokenizer, draft = load(path, progress=progress, **options)
-        return Pair(model, tokenizer, draft)
-
-    def stream(*args: Any, **options: Any) -> Generator[Response, None, None]:
-        yield from stream_generate(*args, **options)
+        return Pair(model, tokenizer, draft, draft.config.block_size if draft is not None else None)
 
     def make_cache(model: Any, draft: Any) -> Cache:
         return make_prompt_cache(model, draft)
 
-    return Backend(load_pair, stream, make_sampler, make_cache, mx.clear_streams, (DFlashError, ValueError))
+    return Backend(
+        load_pair,
+        stream_generate,
+        make_sampler,
+        make_cache,
+        mx.clear_streams,
+        (DFlashError, ValueError),
+        prefill_step_size(),
+    )

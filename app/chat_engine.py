@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import PurePath
 
-from dflash_mlx.app.backend import Backend, Cache, Pair
+from dflash_mlx.app.backend import Backend, Cache, Pair, Response
 from dflash_mlx.app.jobs import Ask, LoadModel
 from dflash_mlx.app.messages import (
     EngineFailed,
@@ -56,7 +56,7 @@ class ChatEngine:
 
     def load(self, job: LoadModel) -> None:
         """Load a pair and report it; returns silently if the loading was cancelled."""
-        started = self._clock()
+        started = self._clock() if job.launched_at is None else job.launched_at
         last_text, last_at = "", float("-inf")
 
         def progress(text: str, fraction: float | None) -> None:
@@ -68,7 +68,7 @@ class ChatEngine:
                 last_text, last_at = text, now
                 self._emit(ModelLoading(text, fraction))
 
-        options = {name: value for name, value in asdict(job).items() if name not in ("model", "gguf")}
+        options = {name: value for name, value in asdict(job).items() if name in ("draft", "dtype", "blas")}
         if job.gguf is not None:
             options["gguf"] = job.gguf
         try:
@@ -85,8 +85,9 @@ class ChatEngine:
             target=PurePath(job.model).name or job.model,
             draft=draft.name if draft is not None else None,
             block_size=draft.block_size if draft is not None else None,
-            load_s=self._clock() - started,
+            ready_s=self._clock() - started,
             notes=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
+            largest_block=pair.largest_block,
         )
         self._emit(ModelReady(card))
 
@@ -94,59 +95,73 @@ class ChatEngine:
         """Answer one turn.
 
         Raises:
-            Exception: whatever the library raised; the cache is dropped and the next turn starts cold.
+            ValueError: the library refused the request before it began; the cache is as good as before.
+            Exception: whatever else the library raised; the cache is dropped and the next turn starts cold.
         """
-        reporter = TurnReporter(job.turn, self._emit, self._clock)
+        reporter = TurnReporter(job.turn, self._emit, self._clock, job.settings.mode)
+        begun = False
         try:
-            reporter.finish(self._generate(job, reporter))
-        except BaseException:  # KeyboardInterrupt too: the cache cannot be trusted after it
+            responses = self._request(job, reporter)
+            begun = True
+            reason = self._generate(job.turn, responses, reporter)
+        except _Cancelled:
+            reason = "cancelled"
+        except KeyboardInterrupt:  # the plain path: what was answered so far has its numbers too
             self._cache = None
+            reporter.finish("cancelled")
             raise
+        except BaseException as error:
+            if begun or not isinstance(error, ValueError):
+                self._cache = None
+            raise
+        reporter.finish(reason)
 
-    def _generate(self, job: Ask, reporter: TurnReporter) -> Reason:
+    def _request(self, job: Ask, reporter: TurnReporter) -> Generator[Response, None, None]:
+        """Everything that can be refused, before the model works."""
         pair, settings = self._loaded(), job.settings
         ids = self._render(pair, job)
+        sampler = self._backend.make_sampler(
+            temp=settings.temperature,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
+            top_k=settings.top_k,
+            seed=settings.seed,
+        )
         if self._cache is None:
             self._cache = self._backend.make_cache(pair.model, pair.draft)
-        cache = self._cache
-        cached = cache.reuse(ids)
+        cached = self._cache.reuse(ids)
 
         def progress(done: int, total: int) -> None:
             if self._cancelled(job.turn):
                 raise _Cancelled
             reporter.prefill(done, total, cached)
 
-        try:
-            progress(0, len(ids) - cached)
-            responses = self._backend.stream(
-                pair.model,
-                pair.tokenizer,
-                ids[cached:],
-                settings.max_tokens,
-                pair.draft,
-                sampler=self._backend.make_sampler(
-                    temp=settings.temperature,
-                    top_p=settings.top_p,
-                    min_p=settings.min_p,
-                    top_k=settings.top_k,
-                    seed=settings.seed,
-                ),
-                prompt_cache=cache,
-                prompt_progress_callback=progress,
-                block_size=settings.block_size,
-                mode=settings.mode,
-            )
-            reason: Reason = "length"
-            with closing(responses):  # closing early leaves the cache holding exactly what was yielded
-                for response in responses:
-                    first = reporter.add(response)
-                    if response.finish_reason is not None:
-                        reason = "stop" if response.finish_reason == "stop" else "length"
-                    elif first and self._cancelled(job.turn):
-                        return "cancelled"
-            return reason
-        except _Cancelled:
-            return "cancelled"
+        progress(0, len(ids) - cached)
+        return self._backend.stream(
+            pair.model,
+            pair.tokenizer,
+            ids[cached:],
+            settings.max_tokens,
+            pair.draft,
+            sampler=sampler,
+            prompt_cache=self._cache,
+            prefill_step_size=self._backend.prefill_step_size,
+            prompt_progress_callback=progress,
+            block_size=settings.block_size,
+            mode=settings.mode,
+            requested_at=job.requested_at,
+        )
+
+    def _generate(self, turn: int, responses: Generator[Response, None, None], reporter: TurnReporter) -> Reason:
+        reason: Reason = "length"
+        with closing(responses):  # closing early leaves the cache holding exactly what was yielded
+            for response in responses:
+                first = reporter.add(response)
+                if response.finish_reason is not None:
+                    reason = "stop" if response.finish_reason == "stop" else "length"
+                elif first and self._cancelled(turn):
+                    return "cancelled"
+        return reason
 
     def _render(self, pair: Pair, job: Ask) -> list[int]:
         if not pair.tokenizer.has_chat_template:

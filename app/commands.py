@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from dflash_mlx.app.messages import ModelCard
 from dflash_mlx.app.settings import Settings
 
 
@@ -68,7 +69,7 @@ USAGE: tuple[tuple[str, str], ...] = (
     ("/top_p 0.9", "nucleus sampling; 0 is off"),
     ("/max 512", "most tokens in an answer, or off"),
     ("/mode plain", "plain, dflash or auto"),
-    ("/block 4", "block size, or auto"),
+    ("/block 4", "block size, or auto; 1 is plain"),
     ("/seed 7", "seed for sampling, or off"),
     ("/system text", "system prompt; without text it is removed"),
     ("/theme light", "light or dark"),
@@ -118,7 +119,22 @@ _WITH_VALUE: dict[str, tuple[Callable[[Settings, str], Change], str]] = {
 }
 
 
-def parse(text: str, settings: Settings) -> Command:
+def misfit(settings: Settings, card: ModelCard | None) -> str:
+    """Why the loaded pair cannot run these settings, for the user; empty if it can, or if none is loaded yet."""
+    if card is None:
+        return ""
+    if card.draft is None:
+        return "mode dflash needs a draft, and none is loaded." if settings.mode == "dflash" else ""
+    largest = card.largest_block
+    if largest is not None and settings.block_size is not None and settings.block_size > largest:
+        return (
+            f"block_size has to be in 1..{largest} (1 is plain decoding; {card.draft} was trained with {largest}), "
+            f"got {settings.block_size}."
+        )
+    return ""
+
+
+def parse(text: str, settings: Settings, card: ModelCard | None = None) -> Command:
     """Understand what was typed. A leading space sends text that begins with a slash."""
     if text.strip() in ("q", "quit", "exit"):
         return Hint("To leave, press Ctrl+Q or type /quit.")
@@ -138,7 +154,9 @@ def parse(text: str, settings: Settings) -> Command:
         if not value:
             return Hint(f"Use {usage}.")
         try:
-            return change(settings, value)
+            made = change(settings, value)
+            problem = misfit(made.settings, card) if name in ("block", "mode") else ""
+            return Hint(f"{problem} Use {usage}.") if problem else made
         except ValueError as error:
             return Hint(f"{error} Use {usage}." if str(error).endswith(".") else f"Use {usage}.")
     return Hint(f"/{name} is not a command; F1 lists them. A space before the slash sends it as text.")

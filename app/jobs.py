@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dflash_mlx.app.settings import Settings
@@ -22,6 +22,8 @@ class LoadModel:
     blas: str = "auto"
     gguf: str | None = None
     """A GGUF file to use as the demo target instead of the packaged one."""
+    launched_at: float | None = field(default=None, compare=False)
+    """`time.perf_counter()` when the program started; None: when loading starts."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Ask:
     turn: int
     messages: Messages
     settings: Settings
+    requested_at: float | None = None
+    """`time.perf_counter()` when the user pressed Enter, where the clocks start; None: when the engine does."""
 
 
 @dataclass(frozen=True)

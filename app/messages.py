@@ -32,9 +32,12 @@ class ModelCard:
     """Name of the draft; None means plain decoding."""
     block_size: int | None
     """What the draft runs unless told otherwise: anchor and draft tokens together."""
-    load_s: float
+    ready_s: float
+    """From the launch to here: imports, fetching, loading."""
     notes: tuple[str, ...] = ()
     """What the library warned about while it loaded, such as why there is no draft."""
+    largest_block: int | None = None
+    """What the draft was trained with; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,14 @@ class Chunk:
 class Numbers:
     """The running numbers of a turn, as the engine measured them."""
 
+    reading: float | None = None
+    """Share of the prompt that has been read, 0..1, before the first token; None otherwise."""
+    asked_mode: str = "auto"
+    """The mode that was asked for."""
     mode: str = ""
-    """"dflash" or "plain"; empty before the first token."""
+    """"dflash" or "plain", as it ran; empty before the first token."""
+    resting: bool = False
+    """The newest cycle of a dflash turn had no drafts."""
     block_size: int | None = None
     """What ran: anchor and draft tokens together; 1 for plain decoding."""
     prompt_tokens: int = 0
@@ -89,15 +98,17 @@ class Numbers:
     request_tps: float | None = None
     """Prefill-inclusive: all tokens of the answer, over the time since the question."""
     cycles: int = 0
+    plain_steps: int = 0
+    """Of these, cycles without drafts."""
     tokens_per_cycle: float | None = None
-    """Mean acceptance length: 1 + accepted / cycles."""
+    """Mean acceptance length: 1 + accepted / cycles that drafted."""
     acceptance_rate: float | None = None
     """Draft tokens accepted / draft tokens proposed, 0..1."""
     recent: tuple[tuple[int, int], ...] = ()
     """(accepted, drafted) of the last cycles, oldest first."""
     peak_gb: float | None = None
     notes: tuple[str, ...] = ()
-    """Fallbacks and facts for the user."""
+    """For the user: why drafts are not used, then facts."""
 
 
 @dataclass(frozen=True)

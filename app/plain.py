@@ -7,6 +7,7 @@ For pipes and scripts (`--print`, piped stdin), and line by line where Textual i
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -21,13 +22,18 @@ from dflash_mlx.app.text import statistics_line, visible
 INTERRUPTED = 130
 
 
+class OutputLost(Exception):
+    """The answer cannot be written where it was sent, a full disk say."""
+
+
 class PlainPrinter:
-    """Prints events. Progress is one line that overwrites itself, and only on a terminal."""
+    """Prints events. Progress is one line that overwrites itself; off a terminal, a line for each step."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
         self._err = err
         self._progress = 0
+        self._step = ""
         self.answer = ""
 
     def __call__(self, event: Event) -> None:
@@ -35,6 +41,10 @@ class PlainPrinter:
             if self._err.isatty():
                 share = "" if event.fraction is None else f" {event.fraction:.0%}"
                 self._show(f"{visible(event.text)}{share}"[:79])
+            elif event.text != self._step:
+                self._err.write(f"{visible(event.text)}\n")
+                self._err.flush()
+            self._step = event.text
         elif isinstance(event, ModelReady):
             self._show("")
             for note in event.card.notes:
@@ -42,14 +52,23 @@ class PlainPrinter:
         elif isinstance(event, Chunk):
             self.answer += event.text
             # A terminal obeys control characters, so a model does not get to send it any; a file gets the text.
-            self._out.write(visible(event.text) if self._out.isatty() else event.text)
-            self._out.flush()
+            self._put(visible(event.text) if self._out.isatty() else event.text)
         elif isinstance(event, TurnDone):
-            self._out.write("" if self.answer.endswith("\n") else "\n")
-            self._out.flush()
+            if event.reason == "cancelled" and not event.numbers.generation_tokens:
+                return
+            self._put("" if self.answer.endswith("\n") else "\n")
             self._err.write(statistics_line(event.numbers) + "\n")
             for note in event.numbers.notes:
                 self._err.write(f"note: {note}\n")
+
+    def _put(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputLost(f"stdout cannot be written: {error.strerror or error}.") from error
 
     def _show(self, line: str) -> None:
         if self._progress or line:
@@ -73,19 +92,29 @@ def run(
         Exit code: 0, 1 after an error (said on stderr), 130 after Ctrl-C. A closed pipe ends quietly with 0.
     """
     out, err = out or sys.stdout, err or sys.stderr
+    if out is None:
+        err.write("stdout is closed, so there is nowhere to print an answer.\n")
+        return 1
     printer = PlainPrinter(out, err)
     ready: Backend | None = None
+    loading = True
     try:
         ready = backend()
-        _converse(ChatEngine(ready, printer), load, settings, questions, printer)
+        engine = ChatEngine(ready, printer)
+        engine.load(load)
+        loading = False
+        _converse(engine, settings, questions, printer)
         return 0
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        err.write("\n")
+        err.write("\nInterrupted.\n")
         return INTERRUPTED
+    except OutputLost as error:
+        err.write(f"{error}\n")
+        return 1
     except Exception as error:  # the command line's outermost frame
-        failed = failure(error, ready.user_errors if ready is not None else (), fatal=True)
+        failed = failure(error, ready.user_errors if ready is not None else (), fatal=loading)
         err.write(f"\n{failed.details}" if failed.details else f"\n{failed.title}: {failed.body}\n")
         return 1
     finally:
@@ -93,15 +122,13 @@ def run(
             ready.clear_streams()
 
 
-def _converse(
-    engine: ChatEngine, load: LoadModel, settings: Settings, questions: Iterator[str], printer: PlainPrinter
-) -> None:
-    engine.load(load)
+def _converse(engine: ChatEngine, settings: Settings, questions: Iterator[str], printer: PlainPrinter) -> None:
     conversation = Conversation()
     for question in questions:
+        asked_at = time.perf_counter()
         turn = conversation.ask(question)
         printer.answer = ""
-        engine.answer(Ask(turn.number, conversation.messages(settings.system), settings))
+        engine.answer(Ask(turn.number, conversation.messages(settings.system), settings, asked_at))
         conversation.append(turn.number, printer.answer)
         conversation.finish(turn.number, "stop")
 

@@ -25,8 +25,11 @@ class TurnReporter:
     Invariant: the texts of all chunks, joined, are the texts of all responses, joined.
     """
 
-    def __init__(self, turn: int, emit: Callable[[Event], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, turn: int, emit: Callable[[Event], None], clock: Callable[[], float], asked_mode: str = "auto"
+    ) -> None:
         self.turn = turn
+        self._asked_mode = asked_mode
         self._emit = emit
         self._clock = clock
         self._text: list[str] = []
@@ -77,9 +80,11 @@ class TurnReporter:
         """The numbers as of the newest response. No rate before two tokens."""
         last = self._last
         if last is None:
-            return Numbers(prompt_tokens=self._prompt, cached_tokens=self._cached)
+            return Numbers(asked_mode=self._asked_mode, prompt_tokens=self._prompt, cached_tokens=self._cached)
         numbers = Numbers(
+            asked_mode=self._asked_mode,
             mode=last.mode,
+            resting=last.mode == "dflash" and self._rests(),
             block_size=last.block_size,
             prompt_tokens=self._prompt,
             cached_tokens=self._cached,
@@ -92,6 +97,7 @@ class TurnReporter:
             numbers = replace(
                 numbers,
                 cycles=last.stats.cycles,
+                plain_steps=last.stats.plain_steps,
                 tokens_per_cycle=last.stats.mean_acceptance_length,
                 acceptance_rate=last.stats.draft_acceptance_rate,
             )
@@ -106,6 +112,13 @@ class TurnReporter:
                 request_tps=last.timings.request_tps if enough else None,
             )
         return numbers
+
+    def _rests(self) -> bool:
+        """Whether the newest cycle had no drafts. One that the token limit left no room for says nothing."""
+        cycles = list(self._recent)
+        if self._last is not None and self._last.finish_reason == "length":
+            cycles = cycles[:-1]
+        return bool(cycles) and cycles[-1][1] == 0
 
     def _flush(self, now: float) -> None:
         if not self._text:

@@ -5,10 +5,13 @@ No Textual and no MLX. The screen calls it when the user acts and tells it what 
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from dflash_mlx.app.conversation import Conversation, Turn
 from dflash_mlx.app.engine import Engine
 from dflash_mlx.app.jobs import Ask, LoadModel
-from dflash_mlx.app.messages import ModelCard, Numbers
+from dflash_mlx.app.messages import ModelCard, Numbers, PrefillProgress
 from dflash_mlx.app.settings import Settings
 
 STILL_LOADING = "The model is still loading. Your message stays in the box."
@@ -47,11 +50,28 @@ class Session:
             return STILL_LOADING
         return STILL_ANSWERING if self.conversation.open_turn is not None else ""
 
-    def ask(self, question: str) -> Turn:
-        """Open a turn and send it, with all that was said before. Only without a `refusal`."""
+    def ask(self, question: str, requested_at: float | None = None) -> Turn:
+        """Open a turn and send it, with all that was said before. Only without a `refusal`.
+
+        Args:
+            requested_at: `time.perf_counter()` when the user asked; None is now.
+        """
+        if requested_at is None:
+            requested_at = time.perf_counter()
         turn = self.conversation.ask(question)
-        self._engine.submit(Ask(turn.number, self.conversation.messages(self.settings.system), self.settings))
+        self.numbers = Numbers(asked_mode=self.settings.mode, reading=0.0)
+        messages = self.conversation.messages(self.settings.system)
+        self._engine.submit(Ask(turn.number, messages, self.settings, requested_at))
         return turn
+
+    def read(self, progress: PrefillProgress) -> None:
+        """The prompt has been read this far."""
+        self.numbers = replace(self.numbers, reading=progress.done / max(progress.total, 1))
+
+    def fail(self, number: int) -> None:
+        """Turn `number` ended with an error."""
+        self.conversation.finish(number, "failed")
+        self.numbers = replace(self.numbers, reading=None)
 
     def is_open(self, number: int) -> bool:
         """Whether turn `number` is being answered; events of any other turn are late and to be ignored."""

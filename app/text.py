@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from dflash_mlx.app.messages import ModelCard, Numbers, PrefillProgress, TurnDone
-from dflash_mlx.app.settings import Settings
 
 UNKNOWN = "–"
 
@@ -48,14 +49,24 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def mode_badge(numbers: Numbers, card: ModelCard | None, settings: Settings) -> str:
-    """`dflash B=4`, or `plain` with the reason as far as it is known here."""
-    mode = numbers.mode or ("plain" if settings.mode == "plain" else "dflash")
+def mode_badge(numbers: Numbers, card: ModelCard | None) -> str:
+    """What the running or the last turn does, by its own account: `dflash B=4`, or `plain` with a reason."""
     if card is None or card.draft is None:
         return "plain: no draft" if card is not None else "no model yet"
-    if mode == "plain":
-        return "plain: by /mode" if settings.mode == "plain" else "plain: see the note"
-    return f"dflash B={numbers.block_size or settings.block_size or card.block_size}"
+    if numbers.reading is not None:
+        return f"reading {numbers.reading:.0%}"
+    if numbers.mode == "plain":
+        if numbers.asked_mode == "plain":
+            return "plain: by /mode"
+        return "plain: see the note" if numbers.notes else "plain"
+    if numbers.mode == "dflash":
+        return "dflash, resting" if numbers.resting else f"dflash B={numbers.block_size}"
+    return "ready"
+
+
+def fell_back(numbers: Numbers) -> bool:
+    """Whether a turn ran plainly without having been asked to, so that its notes say why."""
+    return numbers.mode == "plain" and numbers.asked_mode != "plain" and bool(numbers.notes)
 
 
 def pair_name(card: ModelCard) -> str:
@@ -69,15 +80,29 @@ def note_line(notes: tuple[str, ...]) -> str:
     return " · ".join(note.replace("\n", " ").removesuffix(".") for note in notes)
 
 
+def fitting_notes(notes: tuple[str, ...], width: int, lines: int) -> str:
+    """As many notes as fit, each of them whole; of a first one that does not, as many sentences as fit."""
+    kept = notes
+    while len(kept) > 1 and len(wrap(note_line(kept), width)) > lines:
+        kept = kept[:-1]
+    line = note_line(kept)
+    while ". " in line and len(wrap(line, width)) > lines:
+        line = line.rpartition(". ")[0]
+    return line
+
+
 def turn_line(numbers: Numbers) -> str:
-    """What a finished turn cost: tokens, time, and how much of the prompt the cache saved."""
+    """What a finished turn cost: tokens, time, what the cache saved of the prompt, how often the draft rested."""
     parts = [count(numbers.generation_tokens, "token")]
     if numbers.total_s is not None:
         parts[0] += f" in {seconds(numbers.total_s)} s"
     prompt = f"prompt {count(numbers.prompt_tokens, 'token')}"
     if numbers.cached_tokens:
         prompt += f", {numbers.cached_tokens:,} from cache"
-    return " · ".join([*parts, prompt])
+    parts.append(prompt)
+    if numbers.mode == "dflash" and numbers.plain_steps:
+        parts.append(f"{numbers.plain_steps:,} of {count(numbers.cycles, 'cycle')} without drafts")
+    return " · ".join(parts)
 
 
 def statistics_line(numbers: Numbers) -> str:

@@ -34,10 +34,6 @@ class BlockSchedule(Protocol):
         """A cycle ended: `seconds` since the one before it ended, `position` of its first token."""
         ...
 
-    def sure(self) -> bool:
-        """Whether `limit` stays what it is after the next `record`, so that a plain step may be submitted ahead."""
-        ...
-
 
 @dataclass
 class FixedBlock:
@@ -50,9 +46,6 @@ class FixedBlock:
 
     def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
         pass
-
-    def sure(self) -> bool:
-        return True
 
 
 @dataclass
@@ -89,9 +82,6 @@ class AdaptiveBlock:
 
     def limit(self) -> int:
         return self._drafts if self._speculating else 0
-
-    def sure(self) -> bool:
-        return self._left > 1
 
     def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
         if drafted == self.limit() and not self._first_of_phase:

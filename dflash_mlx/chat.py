@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TextIO
 
 from dflash_mlx.app.jobs import LoadModel
 from dflash_mlx.app.settings import Settings
-from dflash_mlx.cli import add_model_arguments, add_sampling_arguments
+from dflash_mlx.cli import INTERRUPTED, add_model_arguments, add_sampling_arguments
 
 QUIT_TIMEOUT_S = 5.0
 """How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
@@ -42,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, 1 after an error, 2 for bad arguments, 130 after Ctrl-C in the plain path.
     """
+    try:
+        return _chat(argv, time.perf_counter())
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
     made = parser()
     args = made.parse_args(argv)
     if args.prompt is not None and args.prompt_option is not None:
@@ -61,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         made.error(str(error))
     draft = None if args.draft == "none" else args.draft
-    load = LoadModel(args.model, draft, args.dtype, args.blas, args.gguf)
+    load = LoadModel(args.model, draft, args.dtype, args.blas, args.gguf, launched_at)
     prompt: str | None = args.prompt if args.prompt is not None else args.prompt_option
 
-    if prompt is not None or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if prompt is not None or args.plain or not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
         return _print_one(load, settings, prompt)
     if find_spec("textual") is None:
         from dflash_mlx.app import plain
@@ -77,13 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_one(load: LoadModel, settings: Settings, prompt: str | None) -> int:
     from dflash_mlx.app import plain
 
-    if prompt is None:
-        if sys.stdin.isatty():
-            sys.stderr.write("Type the message, then Ctrl-D.\n")
-        try:
-            prompt = sys.stdin.read()
-        except KeyboardInterrupt:
-            return plain.INTERRUPTED
+    try:
+        if prompt is None:
+            if _is_terminal(sys.stdin):
+                sys.stderr.write("Type the message, then Ctrl-D.\n")
+            prompt = "" if sys.stdin is None else sys.stdin.read()
+        f"{settings.system}{prompt}".encode()  # bytes that are no text can also come as lone surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        sys.stderr.write(f"The prompt is not UTF-8 text ({error.reason}).\n")
+        return 1
     if not prompt.strip():
         sys.stderr.write("There is no prompt: give one with -p, or pipe it in.\n")
         return 1
@@ -92,16 +103,24 @@ def _print_one(load: LoadModel, settings: Settings, prompt: str | None) -> int:
     return code
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """None is what Python makes of a stream that was closed by the shell (`<&-`)."""
+    return stream is not None and stream.isatty()
+
+
 def _detach_closed_stdout() -> None:
-    """After a closed pipe, keep Python's exit from flushing into it and complaining."""
+    """After a closed pipe or a full disk, keep Python's exit from flushing into it and complaining."""
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_app(load: LoadModel, settings: Settings) -> int:
     from dflash_mlx.app.app import ChatApp
+    from dflash_mlx.app.text import visible
 
     app = ChatApp(load, settings)
     app.run()
@@ -109,6 +128,9 @@ def _open_app(load: LoadModel, settings: Settings) -> int:
     for text in app.tracebacks:
         sys.stderr.write(text)
     code = app.return_code or 0
+    if app.failure is not None:
+        sys.stderr.write(f"{visible(app.failure.title)}: {visible(app.failure.body)}\n")
+        code = code or 1
     if not finished:
         # The engine sits in something that cannot be interrupted, an import or one very long step. Running the
         # interpreter down under it is what makes MLX abort; the terminal has been restored already.

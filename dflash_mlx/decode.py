@@ -183,8 +183,6 @@ def decode(
                 s.keep(step.forward, len(verdict.tokens), verdict.tokens, undelivered=len(verdict.tokens))
             else:
                 s.know(verdict.tokens, 1)
-            if finish:
-                s.undo()
             s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
             s.stats.host_syncs = s.decider.host_reads - prefill_reads
             _housekeeping(s, len(verdict.tokens))
@@ -225,7 +223,7 @@ def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
     None if there is no next step, or if it needs the host. Otherwise this step is committed and the next one open.
     """
     token = step.judgement.token if step.judgement else None
-    if token is None or remaining < 2 or s.schedule.limit() or not s.schedule.sure():
+    if token is None or remaining < 2 or s.schedule.limit():
         return None
     s.keep(step.forward, 1)
     ahead = _verify(s, step.proposal, token, s.position + 1)

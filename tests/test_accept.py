@@ -268,6 +268,7 @@ def test_decoding_with_a_real_draft_has_the_targets_own_distribution() -> None:
     model.update(tree_map_with_path(lambda key, a: a * 2 if a.ndim >= 2 else a, model.parameters()))
     model.eval()
     draft = tiny_draft(vocab_size=vocab, dflash_config={"mask_token_id": 3})
+    draft.norm.weight = draft.norm.weight * 4  # a decided q: a wrong one would show
     target, policy = target_for(model), SamplingPolicy(1.0)
     table = np.zeros((vocab,) * length)
     sequences = np.array(list(itertools.product(range(vocab), repeat=length)))

@@ -92,9 +92,6 @@ def test_any_schedule_gives_the_same_text_and_cache(name: str, seed: int) -> Non
         def limit(self) -> int:
             return self.width
 
-        def sure(self) -> bool:
-            return self.left > 1
-
         def record(self, **_: object) -> None:
             self.left -= 1
             if self.left <= 0:

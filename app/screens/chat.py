@@ -6,6 +6,7 @@ ignored by their turn number.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
@@ -93,9 +94,9 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Submitted)
     async def _submitted(self, event: Prompt.Submitted) -> None:
         prompt = self.query_one(Prompt)
-        match commands.parse(event.text, self.session.settings):
+        match commands.parse(event.text, self.session.settings, self.session.card):
             case commands.Say(text=text):
-                if text and await self.ask(text):
+                if text and await self.ask(text, event.pressed_at):
                     prompt.clear()
             case commands.Do(what=what):
                 prompt.clear()
@@ -111,13 +112,14 @@ class ChatScreen(Screen[None]):
             case commands.Hint(text=text):
                 self.hint(text)
 
-    async def ask(self, question: str) -> bool:
-        """Send a question; False, with a hint, if that is not possible now."""
+    async def ask(self, question: str, requested_at: float) -> bool:
+        """Send a question asked at `requested_at`; False, with a hint, if that is not possible now."""
         refusal = self.session.refusal
         self.hint(refusal)
         if refusal:
             return False
-        turn = self.session.ask(question)
+        turn = self.session.ask(question, requested_at)
+        self.show_numbers()
         self.add_class("-chatting")
         self._answer = await self.query_one(Transcript).add_turn(turn.number, question)
         self._answer.say("reading the prompt")
@@ -159,13 +161,14 @@ class ChatScreen(Screen[None]):
         self.show_numbers()
 
     async def action_regenerate(self) -> None:
+        pressed_at = time.perf_counter()
         refusal = self.session.refusal
         question = None if refusal else self.session.conversation.take_last_question()
         if question is None:
             self.hint(refusal or "There is no answer to write again.")
             return
         await self.query_one(Transcript).drop_last_turn()
-        await self.ask(question)
+        await self.ask(question, pressed_at)
 
     @on(Prompt.HelpWanted)
     def action_help(self) -> None:
@@ -175,11 +178,11 @@ class ChatScreen(Screen[None]):
         await self.app.action_quit()
 
     def action_page(self, direction: int) -> None:
-        transcript = self.query_one(Transcript)
+        shown = self.query_one(Transcript if self.has_class("-chatting") else Welcome)
         if direction < 0:
-            transcript.scroll_page_up(animate=False)
+            shown.scroll_page_up(animate=False)
         else:
-            transcript.scroll_page_down(animate=False)
+            shown.scroll_page_down(animate=False)
 
     def action_follow(self) -> None:
         self.query_one(Transcript).follow()
@@ -193,10 +196,13 @@ class ChatScreen(Screen[None]):
             case ModelReady(card=card):
                 self.session.card = card
                 self.query_one(Welcome).show_ready(card)
+                self.hint(commands.misfit(self.session.settings, card))
                 self.query_one("#pair", Static).update(Content(visible(pair_name(card))))
                 self.show_numbers()
             case PrefillProgress() as progress if answer := self._open_answer(progress.turn):
                 answer.say(prefill_line(progress))
+                self.session.read(progress)
+                self.show_numbers()
             case Chunk(turn=number, text=text) if answer := self._open_answer(number):
                 self.session.conversation.append(number, text)
                 answer.say("writing")
@@ -226,7 +232,9 @@ class ChatScreen(Screen[None]):
     async def _engine_failed(self, failed: EngineFailed) -> None:
         if failed.details:
             self.chat_app.tracebacks.append(failed.details)
-        self.session.broken = self.session.broken or failed.fatal
+        if failed.fatal:
+            self.session.broken = True
+            self.chat_app.failure = failed
         if failed.fatal and not self.session.conversation.turns:
             self.query_one(Welcome).show_failure(failed.title, failed.body)
             return
@@ -234,7 +242,8 @@ class ChatScreen(Screen[None]):
             answer = self._open_answer(failed.turn)
             if answer is None:
                 return
-            self.session.conversation.finish(failed.turn, "failed")
+            self.session.fail(failed.turn)
+            self.show_numbers()
             await answer.finish("failed")
         self.query_one(Prompt).set_busy(False)
         await self.query_one(Transcript).add_notice(failed.title, failed.body, error=True)
@@ -250,7 +259,7 @@ class ChatScreen(Screen[None]):
 
     def show_numbers(self) -> None:
         session = self.session
-        self.query_one(StatsBar).show(session.numbers, session.card, session.settings)
+        self.query_one(StatsBar).show(session.numbers, session.card)
 
     def hint(self, text: str) -> None:
         """One line above the box; gone with the next key."""

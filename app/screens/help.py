@@ -29,9 +29,10 @@ KEYS: tuple[tuple[str, str], ...] = (
 MEANING: tuple[tuple[str, str], ...] = (
     ("generation only", "tokens after the first, over the time after the first"),
     ("prefill-inclusive", "all tokens, over the time since you pressed Enter"),
-    ("TTFT", "time to first token: reading the prompt"),
-    ("tokens/cycle", "mean acceptance length: 1 + accepted / cycles"),
+    ("TTFT", "time to the first token, since you pressed Enter"),
+    ("tokens/cycle", "mean acceptance length: 1 + accepted / cycles that drafted"),
     ("acceptance", "draft tokens accepted / draft tokens proposed"),
+    ("resting", "drafts do not pay on this text now: one token a cycle"),
     (f"{ACCEPTED} {REJECTED} {OWN}", "accepted, rejected, the target's own token"),
 )
 

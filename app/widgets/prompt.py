@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -34,6 +35,7 @@ class Prompt(TextArea):
         def __init__(self, text: str) -> None:
             super().__init__()
             self.text = text
+            self.pressed_at = time.perf_counter()
 
     class Edited(Message):
         """A key was pressed that is not a command: the hint above the box has been read."""

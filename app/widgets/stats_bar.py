@@ -8,10 +8,12 @@ from textual.content import Content
 from textual.widgets import Static
 
 from dflash_mlx.app.messages import ModelCard, Numbers
-from dflash_mlx.app.settings import Settings
-from dflash_mlx.app.text import mode_badge, note_line, per_cycle, percent, rate, seconds, visible
+from dflash_mlx.app.text import fell_back, fitting_notes, mode_badge, per_cycle, percent, rate, seconds, visible
 from dflash_mlx.app.widgets.cycle_strip import CycleStrip
 from dflash_mlx.app.widgets.facts import Fact, Facts
+
+NOTE_LINES = 4
+"""As `#notes` in the stylesheet."""
 
 
 def clocks(numbers: Numbers) -> tuple[Fact, ...]:
@@ -32,7 +34,10 @@ def speculation(numbers: Numbers) -> tuple[Fact, ...]:
 
 
 class StatsBar(Vertical):
-    """Shows the numbers of the running or the last turn. Class `-noted` if there are notes to show."""
+    """Shows the numbers of the running or the last turn.
+
+    Classes: `-noted` if there are notes to show, `-fallback` if they say why drafts are not used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +46,7 @@ class StatsBar(Vertical):
         self._badge = Static("", markup=False, id="badge")
         self._strip = CycleStrip()
         self._notes = Static("", markup=False, id="notes")
+        self._said: tuple[str, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield self._clocks
@@ -50,12 +56,21 @@ class StatsBar(Vertical):
             yield self._strip
         yield self._notes
 
-    def show(self, numbers: Numbers, card: ModelCard | None, settings: Settings) -> None:
+    def show(self, numbers: Numbers, card: ModelCard | None) -> None:
         self._clocks.facts = clocks(numbers)
         self._speculation.facts = speculation(numbers)
-        badge = mode_badge(numbers, card, settings)
+        badge = mode_badge(numbers, card)
         self._badge.update(Content(visible(badge)))
         self._badge.set_class(badge.startswith("plain"), "-plain")
         self._strip.cycles = numbers.recent
-        self._notes.update(Content(visible(note_line(numbers.notes))))
+        self._said = tuple(visible(note) for note in numbers.notes)
+        self._fit_notes()
         self.set_class(bool(numbers.notes), "-noted")
+        self.set_class(fell_back(numbers), "-fallback")
+
+    def on_resize(self) -> None:
+        self._fit_notes()
+
+    def _fit_notes(self) -> None:
+        width = self.content_size.width or self.app.size.width
+        self._notes.update(Content(fitting_notes(self._said, width, NOTE_LINES)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Center, Vertical
+from textual.containers import Center, VerticalScroll
 from textual.content import Content
 from textual.widgets import ProgressBar, Static
 
@@ -13,8 +13,8 @@ from dflash_mlx.app.text import pair_name, seconds, visible
 WORDMARK = Content.assemble(("■■■", "$accent"), ("+", "$primary"), "  ", ("dflash", "bold"))
 
 
-class Welcome(Vertical):
-    """Classes: `-loading` (with a bar), `-ready`, `-error`."""
+class Welcome(VerticalScroll, can_focus=False):
+    """Scrolls where it does not fit. Classes: `-loading` (with a bar), `-ready`, `-error`."""
 
     def __init__(self) -> None:
         super().__init__(classes="-loading")
@@ -43,7 +43,7 @@ class Welcome(Vertical):
         self._state("-ready")
         how = "no draft: plain decoding" if card.draft is None else f"block size {card.block_size}"
         self._line.update(Content(visible(f"{pair_name(card)} · {how}")))
-        ready = f"loaded in {seconds(card.load_s)} s · ask anything, F1 shows the keys"
+        ready = f"ready {seconds(card.ready_s)} s after the launch · ask anything, F1 shows the keys"
         self._more.update(Content(visible("\n\n".join([ready, *card.notes]))))
 
     def show_failure(self, title: str, body: str) -> None:

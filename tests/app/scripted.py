@@ -19,17 +19,21 @@ from dflash_mlx.app.jobs import Ask, Job
 from dflash_mlx.app.messages import Event
 
 BLOCK_SIZE = 4
+LARGEST_BLOCK = 16
+PREFILL_STEP_SIZE = 7
 
 
 @dataclass
 class FakeStats:
     cycles: int = 0
+    plain_steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        return 1 + self.accepted / self.cycles if self.cycles else None
+        drafting = self.cycles - self.plain_steps
+        return 1 + self.accepted / drafting if drafting else None
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -82,16 +86,19 @@ class Answer:
     """One turn of the script."""
 
     text: str = "Hello."
-    depths: tuple[int, ...] = (3, 1, 0, 2)
-    """Accepted drafts of cycle 1, 2, ...; repeated."""
+    depths: tuple[int | None, ...] = (3, 1, 0, 2)
+    """Accepted drafts of cycle 1, 2, ...; repeated. None is a plain step."""
     cycle_s: float = 0.0
     """Time one cycle takes."""
     gate: threading.Event | None = None
     """Wait for it before the first cycle."""
     finish: str = "stop"
+    mode: str = "dflash"
     fail_after: int | None = None
     """Raise `error` after this many tokens."""
     error: Exception = field(default_factory=lambda: RuntimeError("scripted"))
+    refuse: Exception | None = None
+    """Raised before anything runs, as for an argument that is out of range."""
     notes: tuple[str, ...] = ()
     prefill_chunks: int = 1
     on_prefill: Callable[[int], None] = lambda chunk: None
@@ -156,6 +163,7 @@ class Script:
             self._make_cache,
             self._clear,
             (ValueError,),
+            PREFILL_STEP_SIZE,
         )
 
     def _clear(self) -> None:
@@ -180,17 +188,24 @@ class Script:
             warnings.warn(text, stacklevel=2)
         if self.load_error is not None:
             raise self.load_error
-        return Pair("target", FakeTokenizer(), self.draft)
+        return Pair("target", FakeTokenizer(), self.draft, LARGEST_BLOCK if self.draft else None)
 
     def _stream(
         self, model: object, tokenizer: object, prompt: list[int], max_tokens: int, draft: object, **options: Any
     ) -> Generator[FakeResponse, None, None]:
-        self.threads.add(threading.get_ident())
         self.options.append(options)
+        answer = self.answers[min(len(self.options), len(self.answers)) - 1]
+        if answer.refuse is not None:
+            raise answer.refuse
+        return self._respond(answer, prompt, max_tokens, options)
+
+    def _respond(
+        self, answer: Answer, prompt: list[int], max_tokens: int, options: dict[str, Any]
+    ) -> Generator[FakeResponse, None, None]:
+        self.threads.add(threading.get_ident())
         cache: FakeCache = options["prompt_cache"]
         self.reused.append(len(cache.tokens))
         self.prompts.append("".join(map(chr, prompt)))
-        answer = self.answers[min(len(self.prompts), len(self.answers)) - 1]
         for chunk in range(1, answer.prefill_chunks + 1):
             answer.on_prefill(chunk)
             options["prompt_progress_callback"](len(prompt) * chunk // answer.prefill_chunks, len(prompt))
@@ -217,13 +232,14 @@ def responses(answer: Answer, max_tokens: int) -> Generator[FakeResponse, None, 
         answer.gate.wait(10)
     while position < len(text):
         depth = answer.depths[(cycle - 1) % len(answer.depths)] if cycle else 0
-        block = text[position : position + depth + 1]
-        drafted = BLOCK_SIZE - 1 if cycle else 0
+        block = text[position : position + (depth or 0) + 1]
+        drafted = BLOCK_SIZE - 1 if cycle and depth is not None and answer.mode == "dflash" else 0
         accepted = len(block) - 1
         if cycle:
             if answer.cycle_s:
                 time.sleep(answer.cycle_s)
             stats.cycles += 1
+            stats.plain_steps += drafted == 0
             stats.drafted += drafted
             stats.accepted += accepted
             timings.cycles += 1
@@ -239,7 +255,9 @@ def responses(answer: Answer, max_tokens: int) -> Generator[FakeResponse, None, 
                 drafted,
                 stats,
                 timings,
-                notes=answer.notes,
+                answer.mode,
+                BLOCK_SIZE if answer.mode == "dflash" else 1,
+                answer.notes,
             )
         cycle += 1
 

@@ -13,6 +13,8 @@ from textual import events
 from dflash_mlx.app.envelope import EngineMessage
 from dflash_mlx.app.messages import Chunk, CycleTick, Numbers, PrefillProgress, TurnDone
 from dflash_mlx.app.screens.help import HelpScreen
+from dflash_mlx.app.settings import Settings
+from dflash_mlx.app.widgets.prompt import Prompt
 
 LONG = Answer("many words " * 9000, depths=(3, 0), cycle_s=0.004)
 
@@ -268,7 +270,7 @@ async def test_slash_commands_act_and_are_not_sent() -> None:
     async with running(Script()) as chat:
         await chat.send("/temp 0.7", wait=False)
         await chat.send("/mode plain", wait=False)
-        assert "Mode plain" in chat.screen_text() and "plain: by /mode" in chat.screen_text()
+        assert "Mode plain" in chat.screen_text()
         assert not chat.engine.asked
         await chat.send("now")
         settings = chat.engine.asked[0].settings
@@ -350,3 +352,127 @@ async def test_a_failed_load_says_what_to_do_and_refuses_questions() -> None:
         await chat.until(lambda: "No model at /nowhere. Check the path." in chat.screen_text())
         await chat.send("hello", wait=False)
         assert "No model is loaded" in chat.screen_text() and chat.prompt.text == "hello"
+
+
+async def test_a_load_that_failed_is_said_again_after_the_window_has_closed() -> None:
+    """The first page goes with the window, and nobody can copy from it what the error said."""
+    script = Script(load_error=ValueError("No model at /nowhere."))
+    async with running(script, ready=False) as chat:
+        await chat.until(lambda: chat.app.failure is not None)
+        failure = chat.app.failure
+    assert failure is not None and failure.body == "No model at /nowhere."
+
+
+async def test_a_long_failure_can_be_read_in_a_small_window() -> None:
+    body = "\n".join(f"line {number}" for number in range(30))
+    async with running(Script(load_error=ValueError(body)), size=(40, 12), ready=False) as chat:
+        await chat.until(lambda: "could not be loaded" in chat.screen_text())
+        assert "line 29" not in chat.screen_text()
+        for _ in range(10):
+            await chat.pilot.press("pagedown")
+        assert "line 29" in chat.screen_text()
+
+
+async def test_the_badge_says_that_the_draft_rests_and_the_closing_line_how_often() -> None:
+    """Only pluses in the strip while the badge says dflash B=4 reads as a broken draft."""
+    answer = Answer("abcdefghijkl", depths=(3, None, None, None, 1, None), cycle_s=0.15)
+    async with running(Script([answer])) as chat:
+        await chat.send("hi", wait=False)
+        await chat.until(lambda: "dflash B=4" in chat.screen_text())
+        await chat.until(lambda: "dflash, resting" in chat.screen_text())
+        await chat.until(lambda: not chat.busy)
+        assert "4 of 7 cycles without drafts" in chat.screen_text()
+
+
+async def test_the_badge_promises_nothing_before_the_first_turn() -> None:
+    """auto may well decode plainly."""
+    async with running(Script()) as chat:
+        assert "ready" in chat.line("#badge") and "dflash B" not in chat.screen_text()
+
+
+async def test_the_badge_is_about_the_turn_and_not_about_the_settings_since() -> None:
+    async with running(Script([Answer("x y", mode="plain", notes=("BLAS: x",))])) as chat:
+        await chat.send("/mode plain", wait=False)
+        await chat.send("hi")
+        assert "plain: by /mode" in chat.screen_text()
+        await chat.send("/mode auto", wait=False)
+        await chat.send("/block 8", wait=False)
+        assert "plain: by /mode" in chat.screen_text() and "see the note" not in chat.screen_text()
+
+
+async def test_the_numbers_of_the_last_turn_go_when_the_next_prompt_is_read() -> None:
+    """Rates of the last answer beside a prompt that is being read are nobody's rates."""
+    gate = threading.Event()
+
+    def wait(chunk: int) -> None:
+        if chunk == 1:
+            time.sleep(0.2)  # progress is told at most ten times a second
+        else:
+            gate.wait(10)
+
+    script = Script([Answer("Hello there."), Answer("x", prefill_chunks=2, on_prefill=wait)])
+    async with running(script) as chat:
+        await chat.send("hi")
+        assert "22.0 tok/s" in chat.screen_text()
+        await chat.send("more", wait=False)
+        await chat.until(lambda: "reading 48%" in chat.line("#badge"))
+        assert "22.0 tok/s" not in chat.screen_text() and "generation only – tok/s" in chat.screen_text()
+        await chat.pilot.press("escape")
+        gate.set()
+        await chat.until(lambda: not chat.busy)
+        assert "reading" not in chat.line("#badge")
+
+
+async def test_the_clocks_start_at_enter_even_if_the_engine_is_busy() -> None:
+    """After Ctrl+L the new question waits for the old turn's cycle, and help promises: since you pressed Enter."""
+    gate = threading.Event()
+    async with running(Script([Answer("slow", gate=gate), Answer("ok")])) as chat:
+        await chat.send("one", wait=False)
+        await chat.until(lambda: len(chat.script.prompts) == 1)
+        await chat.pilot.press("ctrl+l")
+        before = time.perf_counter()
+        await chat.send("two", wait=False)
+        after = time.perf_counter()
+        await chat.pilot.pause(0.1)
+        gate.set()
+        await chat.until(lambda: not chat.busy)
+        await chat.pilot.press("ctrl+r")
+        await chat.until(lambda: len(chat.script.prompts) == 3)
+    stamps = [options["requested_at"] for options in chat.script.options]
+    assert before < stamps[1] < after < stamps[2]
+
+
+REASON = (
+    "plain decoding: the target runs in bfloat16 on a CPU, where every drafted token costs as much as a decoded one. "
+    "Load with dtype='float32', or pass mode='dflash' to speculate anyway."
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (80, 18), (60, 15)])
+async def test_a_reason_is_read_to_its_end_at_every_size(size: tuple[int, int]) -> None:
+    async with running(Script([Answer("x y", mode="plain", notes=(REASON, "BLAS: x"))]), size=size) as chat:
+        await chat.send("hi")
+        words = " ".join(chat.screen_text().split())
+        assert REASON.removesuffix(".") in words, chat.screen_text()
+        assert chat.prompt.region.bottom <= size[1]
+
+
+async def test_an_impossible_block_is_refused_and_changes_nothing() -> None:
+    async with running(Script()) as chat:
+        await chat.send("/block 64", wait=False)
+        assert "1..16" in " ".join(chat.screen_text().split())
+        assert chat.app.chat.session.settings.block_size is None and chat.prompt.text == "/block 64"
+
+
+async def test_an_impossible_block_of_the_command_line_is_said_when_the_draft_is_known() -> None:
+    async with running(Script(), settings=Settings(block_size=64)) as chat:
+        assert "1..16" in " ".join(chat.screen_text().split())
+
+
+async def test_a_question_that_waits_for_the_screen_was_asked_when_enter_was_pressed() -> None:
+    async with running(Script()) as chat:
+        pressed = Prompt.Submitted("hi")
+        pressed.pressed_at = 1.0
+        chat.prompt.post_message(pressed)
+        await chat.until(lambda: len(chat.engine.asked) == 1 and not chat.busy)
+        assert chat.engine.asked[0].requested_at == 1.0

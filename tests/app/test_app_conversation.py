@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from dflash_mlx.app.commands import Change, Do, Hint, Say, parse
 from dflash_mlx.app.conversation import Conversation
+from dflash_mlx.app.messages import ModelCard
 from dflash_mlx.app.settings import Settings
 
 
@@ -99,8 +102,8 @@ def test_auto_and_off_give_the_choice_back() -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["/tmep 0.7", "/usr/bin/env", "/", "/temp", "/temp hot", "/temp 9", "/temp nan", "/max 0", "/max 1.5",
-     "/mode fast", "/block 1", "/clear all", "/theme blue", "q"],
+    ["/tmep 0.7", "/usr/bin/env", "/", "/temp", "/temp hot", "/temp -1", "/temp inf", "/temp nan", "/max 0", "/max 1.5",
+     "/mode fast", "/block 0", "/top_p -1", "/seed -1", "/seed 18446744073709551616", "/clear all", "/theme blue", "q"],
 )  # fmt: skip
 def test_what_is_not_a_good_command_gives_a_hint_and_never_reaches_the_model(typed: str) -> None:
     command = parse(typed, Settings())
@@ -109,9 +112,51 @@ def test_what_is_not_a_good_command_gives_a_hint_and_never_reaches_the_model(typ
 
 
 def test_a_bad_value_is_named_with_its_range() -> None:
-    command = parse("/temp 9", Settings())
-    assert isinstance(command, Hint)
-    assert "0..5" in command.text and "9" in command.text
+    for typed, wanted in (("/temp -9", "0 or more"), ("/seed -9", "0..2**64-1"), ("/max -9", "1 or more, or -1")):
+        command = parse(typed, Settings())
+        assert isinstance(command, Hint)
+        assert wanted in command.text and "-9" in command.text and "1e+" not in command.text
+
+
+def test_a_block_that_the_draft_cannot_draw_is_refused_at_the_command() -> None:
+    """The badge would promise it and every message after it would fail."""
+    card = ModelCard("t", "d", 4, 1.0, largest_block=16)
+    refused = parse("/block 64", Settings(), card)
+    assert isinstance(refused, Hint)
+    assert "1..16" in refused.text and "64" in refused.text and "/block auto" in refused.text
+    assert isinstance(parse("/block 16", Settings(), card), Change)
+    assert isinstance(parse("/temp 1", Settings(block_size=64), card), Change), "it is not what is wrong here"
+    assert isinstance(parse("/block 64", Settings()), Change), "no draft is known yet"
+
+
+def test_mode_dflash_is_refused_where_nothing_can_draft() -> None:
+    assert isinstance(parse("/mode dflash", Settings(), ModelCard("t", None, None, 1.0)), Hint)
+    assert isinstance(parse("/mode dflash", Settings(block_size=1)), Hint)
+    assert isinstance(parse("/block 1", Settings(mode="dflash")), Hint)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-1.0, 0.0, 9.0, math.inf, math.nan]),
+        ("top_p", [-0.1, 0.0, 1.0, 2.0, math.nan]),
+        ("min_p", [-0.1, 0.0, 1.0, 1.1, math.nan]),
+        ("top_k", [-1, 0, 2_000_000]),
+        ("seed", [-1, 0, 2**64 - 1, 2**64]),
+    ],
+)
+def test_the_chat_takes_the_sampling_settings_that_the_library_takes(field: str, values: list[float]) -> None:
+    """Two validations with two ranges: generate took what the chat refused, or every message failed."""
+    policy = pytest.importorskip("dflash_mlx.sampling").SamplingPolicy
+
+    def takes(made: Callable[..., object], value: float) -> bool:
+        try:
+            made(**{field: value})
+        except ValueError:
+            return False
+        return True
+
+    assert [takes(Settings, value) for value in values] == [takes(policy, value) for value in values]
 
 
 @pytest.mark.parametrize(("typed", "what"), [("/clear", "clear"), ("/bye", "quit"), ("/regen", "regenerate")])

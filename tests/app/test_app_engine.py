@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 from dataclasses import replace
 
 import pytest
-from scripted import Answer, FakeEngine, Script
+from scripted import LARGEST_BLOCK, PREFILL_STEP_SIZE, Answer, FakeEngine, Script
 
+from dflash_mlx.app.backend import mlx_backend
 from dflash_mlx.app.chat_engine import ChatEngine
 from dflash_mlx.app.jobs import Ask, LoadModel
 from dflash_mlx.app.messages import (
@@ -292,3 +294,76 @@ def test_a_model_without_a_chat_template_is_refused_in_words() -> None:
     engine._pair.tokenizer.has_chat_template = False  # type: ignore[misc]
     with pytest.raises(ValueError, match="no chat template"):
         engine.answer(Ask(1, (("user", "hi"),), Settings()))
+
+
+def test_settings_that_the_library_refuses_leave_the_cache_as_it_was() -> None:
+    """A typo in a command must not cost the next turn the whole conversation's prefill."""
+    script = Script([Answer("Hello."), Answer(refuse=ValueError("`block_size` has to be in 2..16")), Answer("Fine.")])
+    listener = Listener(script)
+    listener.start()
+    listener.answer(1, "hi")
+    listener.ask(2, "hi", "Hello.", "more")
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed) and failed.title == "No answer" and "2..16" in failed.body
+    done = listener.answer(3, "hi", "Hello.", "more")
+    assert len(script.caches) == 1
+    assert done.numbers.cached_tokens == len("<user>hi</s><assistant>Hello.")
+    listener.close()
+
+
+def test_a_broken_cache_is_dropped_although_nothing_ran() -> None:
+    script = Script([Answer("Hello."), Answer(refuse=RuntimeError("closed")), Answer("Fine.")])
+    listener = Listener(script)
+    listener.start()
+    listener.answer(1, "hi")
+    listener.ask(2, "hi", "Hello.", "more")
+    listener.until(EngineFailed)
+    listener.answer(3, "hi", "Hello.", "more")
+    assert len(script.caches) == 2
+    listener.close()
+
+
+def test_the_prompt_is_read_in_the_steps_of_the_device_and_the_clock_starts_when_it_was_asked() -> None:
+    """Esc waits for one step, and 2048 tokens take a CPU 23 s."""
+    script = Script()
+    engine, _ = engine_with_clock(script, 0.01)
+    engine.answer(Ask(1, (("user", "hi"),), Settings(), 12.5))
+    assert (script.options[0]["prefill_step_size"], script.options[0]["requested_at"]) == (PREFILL_STEP_SIZE, 12.5)
+
+
+def test_plain_steps_are_told() -> None:
+    """Without them a rest looks like a draft that never hits."""
+    engine, events = engine_with_clock(Script([Answer("abcdefgh", depths=(3, None, None))]), 0.2)
+    engine.answer(Ask(1, (("user", "hi"),), Settings()))
+    ticks = [event.numbers.resting for event in events if isinstance(event, CycleTick)]
+    assert ticks == [False, False, True, True, False]
+    done = events[-1]
+    assert isinstance(done, TurnDone)
+    assert (done.numbers.cycles, done.numbers.plain_steps, done.numbers.tokens_per_cycle) == (4, 2, 2.5)
+
+
+def test_a_last_cycle_that_the_limit_left_no_room_for_is_no_rest() -> None:
+    engine, events = engine_with_clock(Script([Answer("abcdefgh", depths=(3, None))]), 0.2)
+    engine.answer(Ask(1, (("user", "hi"),), Settings(max_tokens=6)))
+    done = events[-1]
+    assert isinstance(done, TurnDone) and done.reason == "length"
+    assert (done.numbers.plain_steps, done.numbers.resting) == (1, False)
+
+
+def test_the_time_until_ready_counts_from_the_launch() -> None:
+    """Imports take longer than the weights; a card that leaves them out is not believed."""
+    events: list[Event] = []
+    ChatEngine(Script().backend(), events.append, clock=lambda: 20.0).load(LoadModel(launched_at=7.5))
+    ready = events[-1]
+    assert isinstance(ready, ModelReady) and ready.card.ready_s == 12.5
+    assert ready.card.largest_block == LARGEST_BLOCK
+
+
+def test_the_real_library_refuses_before_the_generator_runs() -> None:
+    """What the two tests above rest on: `stream` checks its arguments when it is called."""
+    pytest.importorskip("mlx.core")
+    backend = mlx_backend()
+    assert not inspect.isgeneratorfunction(backend.stream)
+    assert backend.prefill_step_size >= 1
+    wanted = {"requested_at", "prefill_step_size", "prompt_cache", "block_size", "mode", "sampler"}
+    assert wanted <= set(inspect.signature(backend.stream).parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +37,8 @@ def run(script: Script, *questions: str, out: io.StringIO | None = None, err: io
 def test_the_answer_is_all_that_stdout_gets() -> None:
     code, out, err = run(Script([Answer("Hello [red]there[/red].", notes=("reference BLAS",))]), "hi")
     assert (code, out) == (0, "Hello [red]there[/red].\n")
-    first, note = err.splitlines()
+    step, first, note = err.splitlines()
+    assert step == "Reading weights"
     for wanted in ("generation only", "prefill-inclusive", "TTFT", "tokens/cycle", "acceptance", "prompt"):
         assert wanted in first
     assert note == "note: reference BLAS"
@@ -68,9 +70,11 @@ def test_a_terminal_never_gets_control_characters_but_a_file_gets_the_text_as_it
     assert run(script, "hi")[1] == "a\x1b[31mb\n"
 
 
-def test_progress_is_shown_on_a_terminal_only() -> None:
-    assert "Reading weights 50%" in run(Script(), "hi", err=Terminal())[2]
-    assert "Reading weights" not in run(Script(), "hi")[2]
+def test_progress_is_a_bar_on_a_terminal_and_a_line_a_step_in_a_log() -> None:
+    """Fetching and converting take minutes; a silent pipe looks hung."""
+    steps = (("Fetching", 0.1), ("Fetching", 0.6), ("Converting", None))
+    assert "Fetching 10%" in run(Script(load_steps=steps), "hi", err=Terminal())[2]
+    assert run(Script(load_steps=steps), "hi")[2].splitlines()[:-1] == ["Fetching", "Converting"]
 
 
 def test_warnings_while_loading_become_notes() -> None:
@@ -89,14 +93,40 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 
 def test_a_closed_pipe_is_quiet() -> None:
-    code, _, err = run(Script(), "hi", out=ClosedPipe())
+    code, _, err = run(Script(load_steps=()), "hi", out=ClosedPipe())
     assert (code, err) == (0, "")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_one_message() -> None:
+    code, _, err = run(Script(load_steps=()), "hi", out=FullDisk())
+    assert (code, err) == (1, "stdout cannot be written: No space left on device.\n")
+
+
+def test_only_an_error_while_loading_says_that_the_model_could_not_be_loaded() -> None:
+    assert "The model could not be loaded: no" in run(Script(load_error=ValueError("no")), "hi")[2]
+    for answer in (Answer(refuse=ValueError("bad block")), Answer("abc", fail_after=1, error=ValueError("bad block"))):
+        code, _, err = run(Script([answer]), "hi")
+        assert code == 1 and "No answer: bad block" in err and "could not be loaded" not in err
 
 
 def test_ctrl_c_ends_with_130_and_frees_the_streams() -> None:
     script = Script([Answer("abc", fail_after=1, error=KeyboardInterrupt())])  # type: ignore[arg-type]
-    assert run(script, "hi")[0] == 130
+    code, out, err = run(script, "hi")
+    assert (code, out) == (130, "a\n")
     assert script.streams_cleared == 1
+    statistics, _, last = err.splitlines()[-3:]
+    assert statistics.startswith("1 token in ") and last == "Interrupted."
+
+
+def test_ctrl_c_before_the_first_token_has_no_statistics() -> None:
+    script = Script([Answer("abc", fail_after=0, error=KeyboardInterrupt())])  # type: ignore[arg-type]
+    code, out, err = run(script, "hi")
+    assert (code, out) == (130, "") and "token" not in err
 
 
 def test_help_takes_no_heavy_import() -> None:
@@ -169,7 +199,15 @@ def test_without_textual_the_terminal_chat_is_plain(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "argv", [["--temp", "9"], ["--block-size", "1"], ["--mode", "fast"], ["--max-tokens", "0"], ["a", "-p", "b"]]
+    "argv",
+    [
+        ["--temp", "-1"],
+        ["--block-size", "0"],
+        ["--seed", "-1"],
+        ["--mode", "fast"],
+        ["--max-tokens", "0"],
+        ["a", "-p", "b"],
+    ],
 )
 def test_bad_arguments_are_refused_before_anything_is_loaded(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -177,6 +215,89 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(
     with pytest.raises(SystemExit) as exit_info:
         command(monkeypatch, *argv)
     assert exit_info.value.code == 2 and argv[-2].strip("-") in capsys.readouterr().err.replace("_", "-")
+
+
+def chat(*argv: str, **options: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx.chat", *argv], stderr=subprocess.PIPE, stdout=subprocess.PIPE, **options
+    )  # type: ignore[call-overload, no-any-return]
+
+
+def test_bytes_that_are_no_text_are_refused_in_a_line() -> None:
+    with chat("--print", stdin=subprocess.PIPE) as process:
+        _, err = process.communicate(b"\xff\xfe hello", timeout=60)
+    assert process.returncode == 1
+    assert err.decode().count("\n") == 1 and "not UTF-8" in err.decode()
+
+
+def test_a_closed_stdin_is_no_prompt() -> None:
+    with chat("--print", preexec_fn=lambda: os.close(0)) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.decode().count("\n") == 1 and "no prompt" in err.decode()
+
+
+def test_ctrl_c_while_the_prompt_is_read_is_130_without_a_traceback() -> None:
+    code = (
+        "import sys, dflash_mlx.app.plain, dflash_mlx.chat as c\nprint('up', flush=True)\nsys.exit(c.main(['--print']))"
+    )
+    arguments = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_ends_with_1_and_one_message() -> None:
+    """Python flushes stdout once more at exit, and would complain and end with 120."""
+    code = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from scripted import Script\nfrom dflash_mlx.app import plain\nimport dflash_mlx.chat\n"
+        "run = plain.run\n"
+        "plain.run = lambda *args: run(*args, backend=Script(load_steps=()).backend)\n"
+        "sys.exit(dflash_mlx.chat.main(['-p', 'hi']))"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    arguments = [sys.executable, "-c", code]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    assert (result.returncode, result.stderr) == (1, "stdout cannot be written: No space left on device.\n")
+
+
+FAILED_LOAD = """
+import sys
+sys.path.insert(0, {here!r})
+from scripted import FakeEngine, Script
+import dflash_mlx.app.app, dflash_mlx.chat
+from dflash_mlx.app.settings import Settings
+from dflash_mlx.app.jobs import LoadModel
+
+class App(dflash_mlx.app.app.ChatApp):
+    def __init__(self, load, settings):
+        script = Script(load_error=ValueError("No model at /nowhere."))
+        super().__init__(load, settings, engine=lambda post: FakeEngine(post, script))
+    def run(self):
+        async def watch(pilot):
+            while self.failure is None:
+                await pilot.pause(0.01)
+            await pilot.press("ctrl+q")
+        super().run(headless=True, auto_pilot=watch)
+
+dflash_mlx.app.app.ChatApp = App
+sys.exit(dflash_mlx.chat._open_app(LoadModel(), Settings()))
+"""
+
+
+def test_a_chat_whose_model_failed_to_load_says_so_after_it_closed_and_ends_with_1() -> None:
+    code = FAILED_LOAD.format(here=os.path.dirname(__file__))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr == "The model could not be loaded: No model at /nowhere.\n"
 
 
 STUCK = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,7 @@ import dflash_mlx.app
 from dflash_mlx.app.messages import ModelCard, Numbers, PrefillProgress, TurnDone
 from dflash_mlx.app.screens.chat import ChatScreen
 from dflash_mlx.app.screens.help import HelpScreen
-from dflash_mlx.app.settings import Settings
-from dflash_mlx.app.text import closing_line, mode_badge, prefill_line, rate, seconds, statistics_line
+from dflash_mlx.app.text import closing_line, fitting_notes, mode_badge, prefill_line, rate, seconds, statistics_line
 from dflash_mlx.app.widgets.cycle_strip import strip
 from dflash_mlx.app.widgets.facts import Fact, pack
 from dflash_mlx.app.widgets.stats_bar import clocks
@@ -51,13 +51,25 @@ def test_unknown_numbers_are_dashes() -> None:
 
 def test_the_badge_says_what_runs_and_why_not_dflash() -> None:
     pair, alone = ModelCard("t", "d", 4, 1.0), ModelCard("t", None, None, 1.0)
-    dflash, plain = Numbers(mode="dflash"), Numbers(mode="plain")
-    assert mode_badge(dflash, pair, Settings()) == "dflash B=4"
-    assert mode_badge(dflash, pair, Settings(block_size=8)) == "dflash B=8"
-    assert mode_badge(Numbers(mode="dflash", block_size=3), pair, Settings(block_size=8)) == "dflash B=3"
-    assert mode_badge(plain, alone, Settings()) == "plain: no draft"
-    assert mode_badge(Numbers(), pair, Settings(mode="plain")) == "plain: by /mode"
-    assert mode_badge(plain, pair, Settings()) == "plain: see the note"
+    dflash, plain = Numbers(mode="dflash", block_size=3), Numbers(mode="plain")
+    assert mode_badge(Numbers(), None) == "no model yet"
+    assert mode_badge(Numbers(), pair) == "ready"
+    assert mode_badge(Numbers(reading=0.25), pair) == "reading 25%"
+    assert mode_badge(dflash, pair) == "dflash B=3"
+    assert mode_badge(replace(dflash, resting=True), pair) == "dflash, resting"
+    assert mode_badge(plain, alone) == "plain: no draft"
+    assert mode_badge(replace(plain, asked_mode="plain", notes=("BLAS: x",)), pair) == "plain: by /mode"
+    assert mode_badge(replace(plain, notes=("plain decoding: slow",)), pair) == "plain: see the note"
+    assert mode_badge(plain, pair) == "plain", "no note is promised that is not there"
+
+
+def test_notes_are_dropped_whole_and_the_first_one_last() -> None:
+    reason = "plain decoding: the target runs in bfloat16 on a CPU. Load with dtype='float32'."
+    notes = (reason, "BLAS: scipy-openblas32, 1 thread")
+    assert fitting_notes(notes, 200, 4) == f"{reason[:-1]} · {notes[1]}"
+    assert fitting_notes(notes, 30, 4) == reason[:-1]
+    assert fitting_notes(notes, 30, 2) == "plain decoding: the target runs in bfloat16 on a CPU"
+    assert fitting_notes((), 30, 2) == ""
 
 
 def test_the_lines_under_an_answer_say_how_it_ended() -> None:
@@ -65,6 +77,10 @@ def test_the_lines_under_an_answer_say_how_it_ended() -> None:
     assert closing_line(TurnDone(1, "stop", numbers), empty=False) == (
         "1 token in 3.14 s · prompt 1,200 tokens, 1,000 from cache"
     )
+    rested = replace(numbers, mode="dflash", cycles=40, plain_steps=12)
+    assert closing_line(TurnDone(1, "stop", rested), empty=False).endswith(" · 12 of 40 cycles without drafts")
+    assert "12 of 40 cycles without drafts" in statistics_line(rested)
+    assert "cycles without" not in statistics_line(replace(rested, mode="plain")), "they all are"
     assert "/max raises it" in closing_line(TurnDone(1, "length", numbers), empty=False)
     assert "not part of the conversation" in closing_line(TurnDone(1, "cancelled", numbers), empty=True)
     assert prefill_line(PrefillProgress(1, 12, 200, 1000)) == (
