@@ -268,7 +268,7 @@ def test_decoding_with_a_real_draft_has_the_targets_own_distribution() -> None:
     model.update(tree_map_with_path(lambda key, a: a * 2 if a.ndim >= 2 else a, model.parameters()))
     model.eval()
     draft = tiny_draft(vocab_size=vocab, dflash_config={"mask_token_id": 3})
-    draft.norm.weight = draft.norm.weight * 3  # a decided q: a wrong one would show
+    draft.norm.weight = draft.norm.weight * 1.5  # a decided q: a wrong one would show
     target, policy = target_for(model), SamplingPolicy(1.0)
     table = np.zeros((vocab,) * length)
     sequences = np.array(list(itertools.product(range(vocab), repeat=length)))
@@ -288,5 +288,5 @@ def test_decoding_with_a_real_draft_has_the_targets_own_distribution() -> None:
         )
         counts[tuple(t for commit in decode(session, prompt, max_tokens=length) for t in commit.tokens)] += 1
         accepted += session.stats.accepted
-    assert accepted > 100
+    assert accepted > 200
     assert abs(chi_square_z(counts, table / table.sum())) < 3
