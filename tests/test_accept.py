@@ -19,6 +19,7 @@ from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 from dflash_mlx.targets import target_for
 from tests.conftest import tiny_draft
+from tests.families import tiny
 
 VOCAB = 5
 
@@ -290,3 +291,19 @@ def test_decoding_with_a_real_draft_has_the_targets_own_distribution() -> None:
         accepted += session.stats.accepted
     assert accepted > 200
     assert abs(chi_square_z(counts, table / table.sum())) < 3
+
+
+def test_drafts_are_drawn_from_the_q_that_is_handed_over() -> None:
+    """Rejection sampling is exact for the recorded q only if the drafts really come from it."""
+    policy, target = SamplingPolicy(0.8, top_k=6), target_for(tiny("llama"))
+    draft = tiny_draft()
+    draft.norm.weight = draft.norm.weight * 4
+    context = draft.make_context()
+    counts, q = np.zeros((2, target.spec.vocab_size)), None
+    for seed in range(500):
+        proposal = BlockProposer(draft, target, context, policy, Draws(seed)).propose(7, 2, 11)
+        q = np.array(proposal.probs, dtype=np.float64)
+        for row, token in enumerate(proposal.tokens.tolist()):
+            counts[row, token] += 1
+    for row in range(2):
+        assert abs(chi_square_z(counts[row], q[row] / q[row].sum())) < 3
