@@ -147,7 +147,7 @@ def plan(
     if draft is not None:
         check_pair(draft, target, target.spec.model_type)
         block_size = _block(draft, options.block_size)
-    held, entries = _check_cache(prompt_cache, model, draft, len(model.layers))
+    held, entries = _check_cache(prompt_cache, target, draft)
     reason = _why_plain(draft, options, target.spec.dtype) or _why_not_over(entries)
     if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
@@ -244,12 +244,12 @@ def _block(draft: DraftModel, block_size: int | None) -> int:
 
 
 def _check_cache(
-    prompt_cache: PromptCache | list | None, model: nn.Module, draft: DraftModel | None, layers: int
+    prompt_cache: PromptCache | list | None, target: Target, draft: DraftModel | None
 ) -> tuple[PromptCache | None, list | None]:
     if prompt_cache is None:
         return None, None
     if isinstance(prompt_cache, PromptCache):
-        if prompt_cache.target.model is not model or (draft is not None and prompt_cache.draft is not draft):
+        if prompt_cache.target.model is not target.model or (draft is not None and prompt_cache.draft is not draft):
             raise ValueError(
                 "`prompt_cache` was made for other models. Make one with make_prompt_cache(model, draft_model) and "
                 "use it with those two only."
@@ -257,6 +257,7 @@ def _check_cache(
         if prompt_cache.cache.closed is not None:
             raise CacheStateError(prompt_cache.cache.closed)
         return prompt_cache, None
+    layers = len(target.make_entries())
     if len(prompt_cache) != layers:
         raise ValueError(
             f"`prompt_cache` has {len(prompt_cache)} entries and the model {layers} layers. A list for an "

@@ -93,6 +93,18 @@ FAMILIES += (
     ),
 )
 _GEMMA = {**_BASE, **_HEAD, "sliding_window": 16, "sliding_window_pattern": 2, "model_type": "gemma3_text"}
+_GEMMA4 = {
+    **_GEMMA,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+}
+_GEMMA4_DENSE = {**_GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
 _GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_scaling=None)
 _LFM2 = dict(
     block_dim=64,
@@ -114,6 +126,8 @@ FAMILIES += (
         window=16,
         dtypes=(mx.float32,),
     ),
+    Family("gemma4_text", "gemma4_text", _GEMMA4, window=16),
+    Family("gemma4", "gemma4", {"model_type": "gemma4", "vocab_size": VOCAB, "text_config": _GEMMA4_DENSE}, window=16),
     Family("lfm2", "lfm2", {**_BASE, **_LFM2, "model_type": "lfm2"}),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

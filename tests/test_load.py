@@ -161,6 +161,8 @@ def test_auto_without_a_known_draft_warns_and_loads_none(pair: tuple[str, str]) 
         ("mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit-dwq", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
         ("/models/Meta-Llama-3.1-8B-Instruct-8bit/", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
         ("mlx-community/Qwen3-4B-MLX-4bit", "z-lab/Qwen3-4B-DFlash-b16"),
+        ("mlx-community/Qwen3.6-27B-4bit", "z-lab/Qwen3.6-27B-DFlash"),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("Qwen/Qwen3-40B", None),
         ("mlx-community/Qwen3-4B-Thinking-2507-4bit", None),
         ("Qwen/Qwen3-8B-Base", None),

@@ -1,14 +1,18 @@
-"""Decoders that alternate sliding-window and full attention: Gemma 3 and gpt-oss.
+"""Decoders that alternate sliding-window and full attention: Gemma 3, Gemma 4 and gpt-oss.
 
-The loops are mlx_lm's (`Gemma3Model.__call__`, `GptOssMoeModel.__call__`).
+The loops are mlx_lm's (`Gemma3Model.__call__`, `Gemma4TextModel.__call__`, `GptOssMoeModel.__call__`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.gemma4_text import logit_softcap
 
-from dflash_mlx.targets import register
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.targets import Forward, register
 from dflash_mlx.targets.dense import DenseTarget
 
 
@@ -44,3 +48,47 @@ class GptOssTarget(DenseTarget):
         full = create_attention_mask(h, entries[inner.ga_idx])
         sliding = create_attention_mask(h, entries[inner.swa_idx], window_size=inner.window_size)
         return [full if kind == "full_attention" else sliding for kind in inner.layer_types]
+
+
+@register("gemma4_text", "gemma4")
+class Gemma4Target(DenseTarget):
+    """Gemma 4, bare or in its shell: scaled embeddings, per-layer inputs, layers that share another's keys and values.
+
+    The draft shares the raw head; the target's own logits are soft-capped.
+    """
+
+    def is_tied(self) -> bool:
+        return bool(self.text.tie_word_embeddings)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return self.inner.embed_tokens(ids) * self.inner.embed_scale
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        logits, cap = super().logits(hidden), self.text.final_logit_softcapping
+        return logits if cap is None else logit_softcap(cap, logits)
+
+    def forward(self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Forward:
+        inner = self.inner
+        h = self.embed(ids)  # [B, T, H]
+        entries = [*cache.entries, *[None] * (len(inner.layers) - len(cache.entries))]  # sharing layers hold nothing
+        masks = inner._make_masks(h, entries)
+        gates = self._gates(ids, h)
+        outputs, shared = {}, list[tuple]()  # keys, values and offset of every layer, for those that share them
+        for index, (layer, entry, mask, source) in enumerate(
+            zip(inner.layers, entries, masks, inner.previous_kvs, strict=True)
+        ):
+            keys_values, offset = shared[source] if source < index else (None, None)
+            gate = None if gates is None else gates[:, :, index, :]
+            h, keys_values, offset = layer(h, mask, entry, per_layer_input=gate, shared_kv=keys_values, offset=offset)
+            shared.append((keys_values, offset))
+            if index in taps:
+                outputs[index] = h
+        features = mx.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None
+        return Forward(h, features)
+
+    def _gates(self, ids: mx.array, h: mx.array) -> mx.array | None:
+        """[B, T, layers, P]: the per-layer inputs of the small models."""
+        inner = self.inner
+        if not inner.hidden_size_per_layer_input:
+            return None
+        return inner._project_per_layer_inputs(h, inner._get_per_layer_inputs(ids))
