@@ -92,6 +92,7 @@ FAMILIES += (
         {"model_type": "qwen3_5", "text_config": {**_HYBRID, "model_type": "qwen3_5_text", "num_hidden_layers": 5}},
     ),
 )
+_SHARED = dict(shared_expert_intermediate_size=64)
 _GEMMA = {**_BASE, **_HEAD, "sliding_window": 16, "sliding_window_pattern": 2, "model_type": "gemma3_text"}
 _GEMMA4 = {
     **_GEMMA,
@@ -118,6 +119,18 @@ _LFM2 = dict(
     full_attn_idxs=[1, 3],
 )
 FAMILIES += (
+    Family(
+        "qwen3_next",
+        "qwen3_next",
+        {**_HYBRID, **_MOE, **_SHARED, "model_type": "qwen3_next", "partial_rotary_factor": 0.5, "rope_scaling": None},
+        dtypes=(mx.float32,),
+    ),
+    Family(
+        "qwen3_5_moe",
+        "qwen3_5_moe",
+        {**_HYBRID, **_MOE, **_SHARED, "model_type": "qwen3_5_moe"},
+        dtypes=(mx.float32,),
+    ),
     Family("gemma3_text", "gemma3_text", _GEMMA, window=16),
     Family(
         "gpt_oss",
