@@ -33,6 +33,10 @@ class LayerState(Protocol):
         """Undo everything since `begin`, also a forward that stopped half-way."""
         ...
 
+    def release(self) -> None:
+        """Let go of what only `keep` and `abort` need; the block is final."""
+        ...
+
     def can_trim_to(self, length: int) -> bool:
         """Whether, outside a transaction, the first `length` positions can be kept alone."""
         ...
@@ -57,6 +61,9 @@ class AppendState:
 
     def abort(self) -> None:
         self.keep(0)
+
+    def release(self) -> None:
+        pass
 
     def can_trim_to(self, length: int) -> bool:
         return True
@@ -113,6 +120,9 @@ class WindowState:
             e._idx = min(before.index, e.keys.shape[2])  # mlx_lm may have cut the ring to its window first
         e.offset = before.offset
 
+    def release(self) -> None:
+        pass  # `keep` freed the old ring
+
     def can_trim_to(self, length: int) -> bool:
         return length == self.entry.offset or self.entry.is_trimmable()
 
@@ -152,6 +162,9 @@ class RecurrentState:
     def abort(self) -> None:
         self.entry.cache = list(self._before)
 
+    def release(self) -> None:
+        self._before, self._replay = [], None
+
     def can_trim_to(self, length: int) -> bool:
         return False  # what a state has forgotten does not come back
 
@@ -185,11 +198,16 @@ def layer_states(entries: Sequence[object]) -> list[LayerState]:
     return states
 
 
+def positions_held(entries: Sequence[object]) -> int:
+    """Positions that an mlx_lm cache list holds: those of its first attention layer (a recurrent one cannot say)."""
+    return next((entry.offset for entry in entries if isinstance(entry, KVCache | RotatingKVCache)), 0)
+
+
 class TargetCache:
     """Per-layer mlx_lm cache entries and at most one open transaction over them.
 
     length: positions held in every layer; the anchor is never among them.
-    kept:   positions of the last committed block, which `shrink` may still shorten.
+    kept:   positions of the last committed block, which `shrink` may still shorten; 0 once they are final.
     closed: why the cache cannot be used any more, or None.
     """
 
@@ -250,7 +268,13 @@ class TargetCache:
         return True
 
     def evaluate(self) -> None:
-        """Force pending writes: prefill chunks, and before another thread may use the cache."""
+        """Force pending writes: prefill chunks, and before another thread may use the cache.
+
+        What `shrink` would need of the last block is let go first, so that a long chunk's rows are not kept alive.
+        """
+        self.kept = 0
+        for state in self.states:
+            state.release()
         mx.eval([entry.state for entry in self.entries])
 
     def _in_every_layer(self, change: Callable[[LayerState], None]) -> None:

@@ -42,8 +42,8 @@ from dflash_mlx.stops import StopStrings
 class GenerationResponse(MlxLmResponse):
     """mlx_lm's response with what speculation did.
 
-    `generation_tps` is generation only, (tokens - 1) / (t_last - t_first), and `prompt_tps` the rate of prompt
-    tokens really processed; both 0.0 while unknown, because mlx_lm's fields are floats. `timings` and `stats` are
+    `generation_tps` is generation only (`Timings.decode_tps`), and `prompt_tps` the rate of prompt tokens really
+    processed; both 0.0 while unknown, because mlx_lm's fields are floats. `timings` and `stats` are
     running totals of the request, where unknown is None.
 
     mode:          what ran: "dflash" or "plain".

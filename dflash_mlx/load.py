@@ -29,7 +29,7 @@ from dflash_mlx.targets import target_for
 Progress = Callable[[str, float | None], None]
 DTYPES = ("float32", "bfloat16", "float16", "packed")
 _NOT_GIVEN: Any = object()
-_DEMO_CPU_BLOCK = 4  # fastest of 2..6 on a CPU with OpenBLAS: bench/demo.py
+_DEMO_CPU_BLOCK = 4  # against 6: bench/LOG.md
 
 
 def load(

@@ -38,7 +38,7 @@ class PromptCache:
         """Keep the longest common prefix with `ids` and return its length, always less than len(ids).
 
         Call it with the whole conversation, then generate from ids[reused:]. Where a layer cannot be cut back
-        (a sliding window that has wrapped) everything is forgotten and 0 is returned.
+        (a sliding window that has wrapped, a recurrent state) everything is forgotten and 0 is returned.
 
         Raises:
             ValueError: `ids` is empty.

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from dflash_mlx import blas
 from dflash_mlx.accept import make_decider
 from dflash_mlx.blocksize import AdaptiveBlock, BlockSchedule, FixedBlock
-from dflash_mlx.cache import TargetCache
+from dflash_mlx.cache import TargetCache, positions_held
 from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
@@ -78,7 +78,7 @@ class Request:
         """Positions that the caller's cache holds."""
         if self.prompt_cache is not None:
             return self.prompt_cache.cache.length
-        return _held(self.entries) if self.entries else 0
+        return positions_held(self.entries or ())
 
     def open(self, stop: Collection[int]) -> Session:
         """The session that `decode` runs; `stop` are the ids that end it."""
@@ -89,7 +89,7 @@ class Request:
             cache, tokens, base = self.prompt_cache.cache, self.prompt_cache.tokens, 0
         else:
             entries = self.entries if self.entries is not None else self.target.make_entries(options.max_kv_size)
-            base = _held(entries) if self.entries is not None else 0
+            base = positions_held(entries)
             cache, tokens = TargetCache(entries, base), []
         return Session(
             target=self.target,
@@ -276,9 +276,4 @@ def _unseen(held: PromptCache | None, entries: list | None) -> bool:
     if held is not None:
         context = held.context_in_step()
         return context is not None and context.start > 0
-    return entries is not None and _held(entries) > 0
-
-
-def _held(entries: list) -> int:
-    """Positions that an mlx_lm cache list holds."""
-    return int(entries[0].offset)
+    return entries is not None and positions_held(entries) > 0

@@ -50,26 +50,28 @@ def byte_tokenizer(eos_ids: Sequence[int] = ()) -> TokenizerWrapper:
     return TokenizerWrapper(wrapped, BPEStreamingDetokenizer, eos_token_ids=eos_ids)
 
 
+DRAFT_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "num_target_layers": 4,
+    "block_size": 16,
+    "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 256},
+}
+
+
 def draft_config(**changes: object) -> DraftConfig:
     """A small draft for the tiny targets (hidden 64, 4 layers, 257 ids)."""
-    config: dict = dict(
-        architectures=["DFlashDraftModel"],
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=2048,
-        num_target_layers=4,
-        block_size=16,
-        dflash_config={"target_layer_ids": [0, 2], "mask_token_id": 256},
-    )
-    nested = config["dflash_config"] | dict(changes.pop("dflash_config", {}))  # type: ignore[call-overload]
-    return DraftConfig.from_dict(config | {"dflash_config": nested} | changes)
+    nested = DRAFT_CONFIG["dflash_config"] | dict(changes.pop("dflash_config", {}))  # type: ignore[call-overload]
+    return DraftConfig.from_dict(DRAFT_CONFIG | {"dflash_config": nested} | changes)
 
 
 def tiny_draft(seed: int = 3, **changes: object) -> DraftModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
@@ -225,6 +227,24 @@ def test_a_recurrent_state_is_that_of_the_kept_rows(blocks: list[tuple[int, int,
         assert state == [sum(held), len(held)] and cache.length == len(held)
         assert cache.trim_to(len(held)), "nothing to cut"
         assert not held or not cache.trim_to(len(held) - 1)
+
+
+def test_an_evaluated_block_is_final_and_keeps_no_rows_alive() -> None:
+    """The rows of a prefill chunk, of every recurrent layer at once, would be gigabytes on a large target."""
+    entry = ArraysCache(1)
+    cache, layer = TargetCache([entry], 0), Accumulator(entry)
+    cache.begin(3)
+    layer([1, 2, 3])
+    rows = Accumulator(entry)
+    alive = weakref.ref(rows)
+    cache.states[0].record(rows)
+    del rows
+    cache.commit(3)
+    assert alive() is not None, "until then it may be shortened"
+    cache.evaluate()
+    assert alive() is None and cache.kept == 0
+    with pytest.raises(ValueError, match="`keep` has to be in"):
+        cache.shrink(1)
 
 
 def test_a_wholly_accepted_block_is_not_replayed() -> None:

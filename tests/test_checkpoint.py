@@ -14,9 +14,8 @@ from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.checkpoint import check_pair, load_draft, read_config
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.targets import target_for
-from tests.conftest import tiny_draft
+from tests.conftest import DRAFT_CONFIG, tiny_draft
 from tests.families import tiny
-from tests.folders import DRAFT_CONFIG
 
 CONFIG = DRAFT_CONFIG | {"model_type": "qwen3"}
 

@@ -7,6 +7,7 @@ import itertools
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 from mlx_lm.sample_utils import make_logits_processors
 
@@ -61,7 +62,7 @@ def test_a_cache_may_be_continued_with_new_tokens_only(name: str, tokenizer, scr
 
 @pytest.mark.parametrize("script", ["all", "mixed"])
 @pytest.mark.parametrize("take", [None, 1, 6, 13])
-@pytest.mark.parametrize("name", ["llama", "llama-sliding"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_an_mlx_lm_cache_list_holds_every_returned_token(name, take, script, tokenizer, scripted) -> None:
     """As after mlx_lm itself, so a script may go on with either library."""
     model, truth = tiny(name), reference(name, PROMPT, 60)
@@ -70,7 +71,7 @@ def test_an_mlx_lm_cache_list_holds_every_returned_token(name, take, script, tok
     responses = stream(name, tokenizer, max_tokens=20, block_size=8, prompt_cache=entries)
     got = [r.token for r in (responses if take is None else itertools.islice(responses, take))]
     responses.close()
-    assert [entry.offset for entry in entries] == [len(PROMPT) + len(got)] * 4
+    assert {entry.offset for entry in entries if not isinstance(entry, ArraysCache)} == {len(PROMPT) + len(got)}
     turn = PROMPT + got + [7, 8, 9]
     theirs = [r.token for r in mlx_lm.stream_generate(model, tokenizer, [7, 8, 9], 20, prompt_cache=entries)]
     assert theirs == reference(name, turn, 20)

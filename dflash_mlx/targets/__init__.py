@@ -9,7 +9,7 @@ this file, and one row in `tests/families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,11 @@ class Forward:
 
     hidden: mx.array
     features: mx.array | None
+
+    @classmethod
+    def of(cls, hidden: mx.array, outputs: Mapping[int, mx.array], taps: Sequence[int]) -> Forward:
+        """From the outputs of the tapped layers, in the order of the taps."""
+        return cls(hidden, mx.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None)
 
 
 class Target(Protocol):

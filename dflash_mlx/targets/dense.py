@@ -65,8 +65,7 @@ class DenseTarget:
             h = layer(h, mask, entry)
             if index in taps:
                 outputs[index] = h
-        features = mx.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None
-        return Forward(h, features)
+        return Forward.of(h, outputs, taps)
 
 
 @register("qwen2", "qwen3_moe")

@@ -57,8 +57,7 @@ class HybridTarget(DenseTarget, ABC):
                 h = layer(h, mask=full, cache=entry)
             if index in taps:
                 outputs[index] = h
-        features = mx.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None
-        return Forward(h, features)
+        return Forward.of(h, outputs, taps)
 
 
 class _Replay:

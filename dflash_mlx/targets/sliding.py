@@ -83,8 +83,7 @@ class Gemma4Target(DenseTarget):
             shared.append((keys_values, offset))
             if index in taps:
                 outputs[index] = h
-        features = mx.concatenate([outputs[tap] for tap in taps], axis=-1) if taps else None
-        return Forward(h, features)
+        return Forward.of(h, outputs, taps)
 
     def _gates(self, ids: mx.array, h: mx.array) -> mx.array | None:
         """[B, T, layers, P]: the per-layer inputs of the small models."""
