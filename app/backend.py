@@ -35,7 +35,7 @@ class Draft(Protocol):
 class Cache(Protocol):
     """What the chat asks of a PromptCache."""
 
-    def reuse(self, ids: list[int]) -> int: ...
+    def reuse(self, ids: list[int], stable: int | None = None) -> int: ...
 
 
 class Stats(Protocol):
@@ -101,6 +101,9 @@ class Response(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    @property
+    def recomputed_tokens(self) -> int: ...
 
     @property
     def stats(self) -> Stats | None: ...

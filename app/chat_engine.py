@@ -26,6 +26,7 @@ from dflash_mlx.app.messages import (
     Reason,
 )
 from dflash_mlx.app.reporter import TICK_INTERVAL_S, TurnReporter
+from dflash_mlx.templates import render, stable_length
 
 
 class _Cancelled(Exception):
@@ -119,7 +120,7 @@ class ChatEngine:
     def _request(self, job: Ask, reporter: TurnReporter) -> Generator[Response, None, None]:
         """Everything that can be refused, before the model works."""
         pair, settings = self._loaded(), job.settings
-        ids = self._render(pair, job)
+        ids, stable = self._render(pair, job)
         sampler = self._backend.make_sampler(
             temp=settings.temperature,
             top_p=settings.top_p,
@@ -129,7 +130,7 @@ class ChatEngine:
         )
         if self._cache is None:
             self._cache = self._backend.make_cache(pair.model, pair.draft)
-        cached = self._cache.reuse(ids)
+        cached = self._cache.reuse(ids, stable)
 
         def progress(done: int, total: int) -> None:
             if self._cancelled(job.turn):
@@ -163,14 +164,16 @@ class ChatEngine:
                     return "cancelled"
         return reason
 
-    def _render(self, pair: Pair, job: Ask) -> list[int]:
+    def _render(self, pair: Pair, job: Ask) -> tuple[list[int], int]:
+        """The prompt's ids, and how many of them the next turn will begin with."""
         if not pair.tokenizer.has_chat_template:
             raise ValueError(
                 "This model has no chat template, so the chat cannot mark who said what. "
                 "Use an instruction-tuned target, or `python -m dflash_mlx.generate` for plain completion."
             )
         chat = [{"role": role, "content": text} for role, text in job.messages]
-        return list(pair.tokenizer.apply_chat_template(chat, add_generation_prompt=True))
+        ids = render(pair.tokenizer, chat, job.settings.thinking)
+        return ids, stable_length(pair.tokenizer, chat, ids, job.settings.thinking)
 
     def _loaded(self) -> Pair:
         if self._pair is None:

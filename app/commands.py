@@ -71,6 +71,7 @@ USAGE: tuple[tuple[str, str], ...] = (
     ("/mode plain", "plain, dflash or auto"),
     ("/block 4", "block size, or auto; 1 is plain"),
     ("/seed 7", "seed for sampling, or off"),
+    ("/think off", "reason before answering: on, off or auto"),
     ("/system text", "system prompt; without text it is removed"),
     ("/theme light", "light or dark"),
     ("/quit", "leave (Ctrl+Q)"),
@@ -109,6 +110,13 @@ def _seed(settings: Settings, value: str) -> Change:
     return Change(new, f"seed {value}")
 
 
+def _think(settings: Settings, value: str) -> Change:
+    if value not in ("on", "off", "auto"):
+        raise ValueError(value)
+    new = replace(settings, thinking=None if value == "auto" else value == "on")
+    return Change(new, f"thinking {value}")
+
+
 _WITH_VALUE: dict[str, tuple[Callable[[Settings, str], Change], str]] = {
     "temp": (_temp, "/temp 0.7"),
     "top_p": (_top_p, "/top_p 0.9"),
@@ -116,6 +124,7 @@ _WITH_VALUE: dict[str, tuple[Callable[[Settings, str], Change], str]] = {
     "mode": (_mode, "/mode auto, /mode dflash or /mode plain"),
     "block": (_block, "/block 4 or /block auto"),
     "seed": (_seed, "/seed 7 or /seed off"),
+    "think": (_think, "/think on, /think off or /think auto"),
 }
 
 

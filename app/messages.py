@@ -87,6 +87,8 @@ class Numbers:
     prompt_tokens: int = 0
     """The whole prompt, `cached_tokens` included."""
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Of the rest, those that were cached too but had to be read again."""
     generation_tokens: int = 0
     ttft_s: float | None = None
     """From the question to the first token."""

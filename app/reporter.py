@@ -88,6 +88,7 @@ class TurnReporter:
             block_size=last.block_size,
             prompt_tokens=self._prompt,
             cached_tokens=self._cached,
+            recomputed_tokens=last.recomputed_tokens,
             generation_tokens=last.generation_tokens,
             recent=tuple(self._recent),
             peak_gb=last.peak_memory,

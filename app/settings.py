@@ -32,6 +32,8 @@ class Settings:
     system: str = ""
     """System prompt; empty means the template's own."""
     seed: int | None = None
+    thinking: bool | None = None
+    """Reason before answering; None is the model's default."""
 
     def __post_init__(self) -> None:
         # The ranges of dflash_mlx.sampling.SamplingPolicy and dflash_mlx.request.plan, which import MLX; a test

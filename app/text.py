@@ -99,6 +99,8 @@ def turn_line(numbers: Numbers) -> str:
     prompt = f"prompt {count(numbers.prompt_tokens, 'token')}"
     if numbers.cached_tokens:
         prompt += f", {numbers.cached_tokens:,} from cache"
+    if numbers.recomputed_tokens:
+        prompt += f", {numbers.recomputed_tokens:,} read again"
     parts.append(prompt)
     if numbers.mode == "dflash" and numbers.plain_steps:
         parts.append(f"{numbers.plain_steps:,} of {count(numbers.cycles, 'cycle')} without drafts")

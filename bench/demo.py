@@ -5,7 +5,7 @@
 
 The arms are this project's own loop in one process, in the order A B C C B A per prompt after a warm-up of each that
 is discarded; request time includes prefill.
-A difference in tokens is reported with the margin between the two best logits there, and fails the run.
+Tokens are compared by `dflash_mlx.divergence`: a near-tie is reported with its margin, and a bug fails the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(summary(result)))
-    return 0 if all(row["identical"] for row in result["prompts"]) else 1
+    return int(any(row.get("divergence") == "bug" for row in result["prompts"]))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for number, item in enumerate(prompts, 1):
         trials = [ask(pair, item["prompt"], arm, args.tokens, args.block_size) for arm in ORDER]
-        rows.append(compare(item, trials))
-        if not rows[-1]["identical"]:
-            rows[-1]["margin"] = margin(pair, item["prompt"], trials[0]["tokens"][: rows[-1]["diverges_at"]])
-        row = rows[-1]
+        row = measured(item, trials) | same_tokens(pair, item["prompt"], [trial["tokens"] for trial in trials])
+        rows.append(row)
         done = f"{number}/{len(prompts)} {row['category']}"
         print(f"{done}: dflash {row['speedup_dflash']:.2f}, auto {row['speedup_auto']:.2f}", file=sys.stderr)
     return {
@@ -126,33 +124,34 @@ def ask(pair: Any, prompt: str, arm: str, tokens: int, block_size: int | None) -
     }
 
 
-def margin(pair: Any, prompt: str, tokens: list[int]) -> float:
-    """Difference of the two best logits of the target after these tokens: small at a near-tie."""
-    import mlx.core as mx
-
+def same_tokens(pair: Any, prompt: str, answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Whether all answers are the first one. If not, of the worst difference: the index of the token, the gap in
+    log-probability there as `margin`, and whether that is a "near-tie" or a "bug"."""
+    from dflash_mlx import compare
     from dflash_mlx.cli import chat_ids
+    from dflash_mlx.generate import encode
 
     model, tokenizer, _ = pair
-    ids = [*chat_ids(tokenizer, prompt, None, raw=False), *tokens]
-    second, first = np.sort(np.array(model(mx.array([ids]))[0, -1].astype(mx.float32)))[-2:]
-    return float(first - second)
+    ids = encode(tokenizer, chat_ids(tokenizer, prompt, None, raw=False))
+    expected, *others = dict.fromkeys(tuple(answer) for answer in answers)
+    if not others:
+        return {"identical": True, "diverges_at": None}
+    found = [compare(model, ids, expected, other) for other in others]
+    worst = min(found, key=lambda each: (each.kind != "bug", each.index))
+    print(f"{worst.kind}: {worst.explanation}", file=sys.stderr)
+    return {"identical": False, "diverges_at": worst.index, "margin": worst.gap, "divergence": worst.kind}
 
 
-def compare(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """One prompt's row: times of the arms, speed-ups over plain, acceptance, and whether the tokens are the same."""
+def measured(item: dict[str, str], trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """One prompt's row: times of the arms, speed-ups over plain, acceptance."""
     request = {arm: [t["request_s"] for t in trials if t["arm"] == arm] for arm in ARMS}
     decode = {arm: [t["decode_s"] for t in trials if t["arm"] == arm] for arm in ARMS}
     drafted = next(t for t in trials if t["arm"] == "dflash")
     stats, auto = drafted["stats"], next(t for t in trials if t["arm"] == "auto")["stats"]
-    sequences = [t["tokens"] for t in trials]
-    first = next((i for i, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1), None)
-    same = first is None and len({len(s) for s in sequences}) == 1
     return {
         "category": item["category"],
         "prompt": item["prompt"],
-        "generation_tokens": len(sequences[0]),
-        "identical": same,
-        "diverges_at": None if same else (first if first is not None else min(map(len, sequences))),
+        "generation_tokens": len(trials[0]["tokens"]),
         "request_s": request,
         "decode_s": decode,
         "speedup_dflash": sum(request["plain"]) / sum(request["dflash"]),

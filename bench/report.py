@@ -46,19 +46,33 @@ def demo_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def overhead_line(result: dict[str, Any]) -> str:
-    """The loop's own cost beside mlx_lm's."""
-    rate = result["median_per_second"]
-    return (
-        f"On a two-layer random model, where little but the loop is left, mlx_lm's own loop makes {rate['mlx_lm']:.0f} "
-        f"steps per second, ours without drafts {rate['plain']:.0f} ({result['ratio_plain']:.2f} of it), and "
-        f"{rate['block of 4']:.0f} cycles of block 4 ({result['ratio_cycle']:.2f}), medians of "
-        f"{len(result['per_second']['plain'])} runs in one process; `{result['command']}`, "
-        "[bench/results/overhead.json](bench/results/overhead.json)."
-    )
+def overhead_table(result: dict[str, Any]) -> str:
+    """The loop's own cost beside mlx_lm's, on a dense and on a hybrid model."""
+    lines = [
+        "| random model | mlx_lm, steps/s | ours without drafts | cycles of block 4, all rejected | all accepted "
+        "| rollback, share of a cycle that rejects all |",
+        "|---|---|---|---|---|---|",
+    ]
+    names = {"dense": "dense, 2 layers", "hybrid": "hybrid, 3 gated-delta layers + 1"}
+    for name, row in result["models"].items():
+        rate = row["median_per_second"]
+        lines.append(
+            f"| {names[name]} | {rate['mlx_lm']:.0f} | {rate['plain']:.0f} ({row['ratio_plain']:.2f}) "
+            f"| {rate['block of 4']:.0f} ({row['ratio_cycle']:.2f}) "
+            f"| {rate['block of 4, kept']:.0f} ({row['ratio_cycle_kept']:.2f}) | {row['rollback_share_of_cycle']:.0%} |"
+        )
+    machine, runs = result["machine"], len(next(iter(result["models"].values()))["per_second"]["plain"])
+    lines += [
+        "",
+        "Models so small that little but the loop is left; in brackets the share of mlx_lm's steps per second. Medians "
+        f"of {runs} runs in one process; {machine['chip']}, {machine['cores']} cores, {machine['system']}, mlx "
+        f"{machine['mlx']}, {machine['date']}. `{result['command']}`, "
+        "[bench/results/overhead.json](bench/results/overhead.json).",
+    ]
+    return "\n".join(lines)
 
 
-BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo_table, "overhead": overhead_line}
+BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo_table, "overhead": overhead_table}
 
 
 def render(text: str) -> str:

@@ -25,12 +25,22 @@ _EXPORTS = {
     "GenerationResponse": "generate",
     "PromptCache": "prompt_cache",
     "make_prompt_cache": "prompt_cache",
+    "stable_length": "templates",
+    "save_prompt_cache": "prompt_file",
+    "load_prompt_cache": "prompt_file",
+    "Divergence": "divergence",
+    "compare": "divergence",
     "SamplingPolicy": "sampling",
     "make_sampler": "sampling",
+    "Segment": "segments",
+    "Segments": "segments",
+    "read_tool_call": "segments",
     "DFlashError": "errors",
 }
 
 if TYPE_CHECKING:
+    from dflash_mlx.divergence import Divergence as Divergence
+    from dflash_mlx.divergence import compare as compare
     from dflash_mlx.errors import DFlashError as DFlashError
     from dflash_mlx.generate import GenerationResponse as GenerationResponse
     from dflash_mlx.generate import generate as generate
@@ -38,8 +48,14 @@ if TYPE_CHECKING:
     from dflash_mlx.load import load as load
     from dflash_mlx.prompt_cache import PromptCache as PromptCache
     from dflash_mlx.prompt_cache import make_prompt_cache as make_prompt_cache
+    from dflash_mlx.prompt_file import load_prompt_cache as load_prompt_cache
+    from dflash_mlx.prompt_file import save_prompt_cache as save_prompt_cache
     from dflash_mlx.sampling import SamplingPolicy as SamplingPolicy
     from dflash_mlx.sampling import make_sampler as make_sampler
+    from dflash_mlx.segments import Segment as Segment
+    from dflash_mlx.segments import Segments as Segments
+    from dflash_mlx.segments import read_tool_call as read_tool_call
+    from dflash_mlx.templates import stable_length as stable_length
 
 __all__ = ["__version__", *_EXPORTS]
 

@@ -66,6 +66,7 @@ def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
             mode=args.mode,
             system=args.system,
             seed=args.seed,
+            thinking=args.think,
         )
     except ValueError as error:
         made.error(str(error))

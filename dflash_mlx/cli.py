@@ -10,13 +10,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.templates import render
 
 if TYPE_CHECKING:
+    from dflash_mlx.divergence import Divergence
     from dflash_mlx.generate import GenerationResponse
 
 INTERRUPTED = 130
@@ -52,6 +55,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     group.add_argument("--min-p", type=float, default=0.0, help="least share of the top probability; 0 is off")
     group.add_argument("--top-k", type=int, default=0, help="ranks kept; 0 (default) is off")
     group.add_argument("--seed", type=int, help="default: another one every time")
+    thinking = "let the model reason before it answers, or not; default: the model's (usually on, if it can)"
+    group.add_argument("--think", action=argparse.BooleanOptionalAction, help=thinking)
 
 
 def generate_parser() -> argparse.ArgumentParser:
@@ -65,13 +70,16 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-step-size", type=int, help="prompt tokens per forward (default: 2048, on a CPU 256)")
     parser.add_argument("--rule", choices=["rejection", "match"], default="rejection", help="at a temperature")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    checking = "decode again without drafts and compare; costs a plain decoding (at a temperature: --rule match --seed)"
+    parser.add_argument("--check", action="store_true", help=checking)
     add_model_arguments(parser)
     add_sampling_arguments(parser, 256)
     return parser
 
 
 def generate_main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an explained error, 2 for wrong usage, 130 when interrupted."""
+    """Returns the exit status: 0; 1 for an explained error or a bug that --check found; 2 for wrong usage; 130 when
+    interrupted."""
     parser = generate_parser()
     args = parser.parse_args(argv)
     if args.blas not in ("auto", "off"):
@@ -119,34 +127,40 @@ def guarded(run: Any) -> int:
 def _generate(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt)
     from dflash_mlx.cpu import prefill_step_size
-    from dflash_mlx.generate import stream_generate
+    from dflash_mlx.divergence import check
+    from dflash_mlx.generate import encode, stream_generate
     from dflash_mlx.load import load
     from dflash_mlx.options import Options
     from dflash_mlx.report import as_json, summary_lines
-    from dflash_mlx.sampling import make_sampler
+    from dflash_mlx.sampling import SamplingPolicy
     from dflash_mlx.stops import StopStrings
 
     step = args.prefill_step_size if args.prefill_step_size is not None else prefill_step_size()
     Options(max_tokens=args.max_tokens, prefill_step_size=step, block_size=args.block_size)  # before any model loads
     StopStrings(args.stop)
-    sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
+    policy = SamplingPolicy(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
+    if args.check and not policy.greedy and (args.rule != "match" or args.seed is None):
+        raise ValueError(
+            "`--check` compares tokens with plain decoding, and sampled text is that of plain decoding only with "
+            "`--rule match` and a `--seed`. Pass both, or --temp 0."
+        )
     with LoadingBar() as bar:
         draft_name = None if args.draft == "none" else args.draft
         model, tokenizer, draft = load(
             args.model, draft=draft_name, dtype=args.dtype, blas=args.blas, gguf=args.gguf, progress=bar
         )
+    ids = encode(tokenizer, chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw, thinking=args.think))
+    request = dict(max_tokens=args.max_tokens, prefill_step_size=step, stop=args.stop)
     responses = stream_generate(
         model,
         tokenizer,
-        chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw),
-        max_tokens=args.max_tokens,
+        ids,
         draft_model=draft,
-        sampler=sampler,
-        prefill_step_size=step,
+        sampler=policy,
         block_size=args.block_size,
-        stop=args.stop,
         mode=args.mode,
         rule=args.rule,
+        **request,
     )
     text, tokens, last, status = "", list[int](), None, 0
     try:
@@ -160,22 +174,48 @@ def _generate(args: argparse.Namespace) -> int:
     if last is None:
         raise KeyboardInterrupt
     finish = "interrupted" if status else last.finish_reason
+    lines, found, cut = summary_lines(last), None, bool(status)
+    if not args.json:
+        print(flush=True)
+    if args.check and not cut:
+        found, status = _checked(lambda: check(model, tokenizer, ids, tokens, policy=policy, **request), lines)
     if args.json:
-        json.dump(as_json(last, text, tokens, finish), sys.stdout, ensure_ascii=False)
-    print(flush=True)
-    print_summary(last, summary_lines(last), interrupted=bool(status))
+        json.dump(as_json(last, text, tokens, finish, found), sys.stdout, ensure_ascii=False)
+        print(flush=True)
+    print_summary(last, lines, interrupted=cut)
     return status
 
 
-def chat_ids(tokenizer: Any, prompt: str, system: str | None, *, raw: bool) -> list[int] | str:
-    """The prompt as a user message through the chat template; as it is with `raw` or without a template."""
+def _checked(check: Callable[[], Divergence], lines: list[str]) -> tuple[Divergence | None, int]:
+    """Compare with plain decoding and add the line that says so: what was found, and the exit status."""
+    from dflash_mlx.report import check_line
+
+    start = time.perf_counter()
+    try:
+        found = check()
+    except KeyboardInterrupt:
+        lines.append("not checked against plain decoding: interrupted")
+        return None, INTERRUPTED
+    lines.append(check_line(found, time.perf_counter() - start))
+    return found, int(found.kind == "bug")
+
+
+def chat_ids(
+    tokenizer: Any, prompt: str, system: str | None, *, raw: bool, thinking: bool | None = None
+) -> list[int] | str:
+    """The prompt as a user message through the chat template; as it is with `raw` or without a template.
+
+    Raises:
+        ValueError: `system` or `thinking` is given, and the template is not used or has no such switch.
+    """
     if raw or not tokenizer.has_chat_template:
-        if system:
-            raise ValueError("`--system-prompt` needs a chat template, and this prompt goes without one.")
+        for option, given in (("--system-prompt", bool(system)), ("--think or --no-think", thinking is not None)):
+            if given:
+                raise ValueError(f"`{option}` needs a chat template, and this prompt goes without one.")
         return prompt
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    return render(tokenizer, messages, thinking)
 
 
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}

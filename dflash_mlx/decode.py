@@ -49,7 +49,8 @@ class Commit:
 class Session:
     """One request's state: what the loop needs and what a prompt cache keeps.
 
-    tokens: host truth of positions base, base + 1, ...; shared with the caller's prompt cache if there is one.
+    tokens:  host truth of positions base, base + 1, ...; shared with the caller's prompt cache if there is one.
+    borders: positions at which prefill ends a chunk and calls `at_border`; the end of prefill is one too.
     """
 
     target: Target
@@ -63,6 +64,9 @@ class Session:
     timings: Timings = field(default_factory=Timings)
     undelivered: int = 0  # tokens of the last commit that the caller has not passed on
     last: Commit | None = None  # of which they are; None while a cycle runs
+    borders: Collection[int] = ()
+    at_border: Callable[[], None] | None = None
+    _observed: list[mx.array] = field(default_factory=list)  # features of the last `keep`
 
     @property
     def position(self) -> int:
@@ -81,12 +85,20 @@ class Session:
         """
         self.cache.commit(count)
         self.know(tokens, undelivered)
-        self.proposer.observe(None if forward.features is None else forward.features[:, :count])
+        features = None if forward.features is None else forward.features[:, :count]
+        self.proposer.observe(features)
+        self._observed = [] if features is None else [features]
 
     def know(self, tokens: Sequence[int], undelivered: int) -> None:
         """`tokens` follow; the last `undelivered` of them have not been passed on."""
         self.tokens.extend(tokens)
         self.undelivered = undelivered
+
+    def pending(self, ahead: Forward | None) -> list[mx.array]:
+        """What is left to compute of the last commit, and of a forward that is one step ahead."""
+        features = [] if ahead is None or ahead.features is None else [ahead.features]
+        pending, self._observed = [*self.cache.pending, *self._observed, *features], []
+        return pending
 
     def retract(self) -> None:
         """Take back what was never delivered: cache and tokens hold exactly what the caller got.
@@ -117,6 +129,7 @@ class Session:
                 self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
             finally:
                 self.undo()
+        self.cache.quantize()
         self.evaluate()
 
     def undo(self) -> None:
@@ -163,8 +176,11 @@ def decode(
         while True:
             remaining = max_tokens - s.stats.emitted
             # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
-            proposal = nothing if commit.finish_reason or ahead else _propose(s, remaining)
-            mx.async_eval(proposal.tokens, *commit.log_probs)
+            again = verdict.uncertain  # the next position was too close for a block to call
+            proposal = nothing if commit.finish_reason or ahead or again else _propose(s, remaining)
+            # So does what the commit left to do: the caller may go on in another thread, which can compute nothing of
+            # this one's.
+            mx.async_eval(proposal.tokens, *commit.log_probs, *s.pending(ahead.forward if ahead else None))
             yield commit
             if commit.finish_reason:
                 return
@@ -172,6 +188,13 @@ def decode(
             step = ahead or _verify(s, proposal, mx.array(s.tokens[-1:], mx.int32), s.position)
             ahead = _step_ahead(s, step, remaining)
             verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
+            forward = step.forward
+            if not verdict.tokens:  # not even the first row was clear
+                s.undo()
+                single = _verify(s, nothing, mx.array(s.tokens[-1:], mx.int32), s.position)
+                verdict = s.decider.decide(nothing, single.logits, s.position, single.judgement)
+                forward, again = single.forward, True
+            s.stats.rechecked += again
             verdict = verdict.truncate(remaining, stop)
             now = s.timings.clock()
             s.schedule.record(
@@ -180,7 +203,7 @@ def decode(
             read_at = now
             finish = _finish(verdict, remaining, stop)
             if ahead is None:
-                s.keep(step.forward, len(verdict.tokens), verdict.tokens, undelivered=len(verdict.tokens))
+                s.keep(forward, len(verdict.tokens), verdict.tokens, undelivered=len(verdict.tokens))
             else:
                 s.know(verdict.tokens, 1)
             s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
@@ -233,7 +256,10 @@ def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
 
 
 def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | None) -> mx.array:
-    """Feed everything but the last token in chunks, then that one alone, as mlx_lm does. Returns [1, V]."""
+    """Feed everything but the last token in chunks, then that one alone, as mlx_lm does. Returns [1, V].
+
+    Where a snapshot is wanted on the way a chunk ends early.
+    """
     history = [*s.tokens, *prompt]
     pending = s.tokens[s.cache.length - s.base :]  # the last answer's final token, if a cache is continued
     del s.tokens[s.cache.length - s.base :]
@@ -241,15 +267,18 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     s.timings.prompt_tokens = len(todo)
     if progress:
         progress(0, len(todo))
-    done = 0
-    while done < len(todo) - 1:
-        chunk = todo[done : min(done + step, len(todo) - 1)]
+    done, start, last = 0, s.cache.length, len(todo) - 1
+    borders = sorted({border - start for border in s.borders if 0 < border - start < last} | {last})
+    while done < last:
+        chunk = todo[done : min(done + step, next(border for border in borders if border > done))]
         s.keep(s.forward(mx.array(chunk)), len(chunk), chunk)
         s.cache.evaluate()
         started = s.timings.clock()
         s.proposer.evaluate()
         s.timings.draft_prefill_s += s.timings.clock() - started
         done += len(chunk)
+        if done in borders and s.at_border is not None:
+            s.at_border()
         if progress:
             progress(done, len(todo))
         mx.clear_cache()
@@ -264,7 +293,8 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
 
 
 def _propose(s: Session, remaining: int) -> Proposal:
-    limit = min(s.schedule.limit(), remaining - 1)
+    room = s.cache.room
+    limit = min(s.schedule.limit(), remaining - 1, UNLIMITED if room is None else room - 1)
     return s.proposer.propose(s.tokens[-1], limit, s.position).within(s.target.spec.vocab_size)
 
 

@@ -27,6 +27,7 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from dflash_mlx import threads
+from dflash_mlx.cache import KVQuantization
 from dflash_mlx.decode import Commit, Progress, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.options import Options
@@ -52,6 +53,8 @@ class GenerationResponse(MlxLmResponse):
     accepted, drafted: of that cycle.
     block_size:    anchor + drafts per cycle; 1 for plain decoding.
     cached_tokens: positions that were already in the cache.
+    recomputed_tokens: positions that a `PromptCache` held too, and that were read again because the target cannot go
+        back to where the conversation changed.
     """
 
     mode: str = "plain"
@@ -61,6 +64,7 @@ class GenerationResponse(MlxLmResponse):
     drafted: int = 0
     block_size: int = 1
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
     stats: Stats = field(default_factory=Stats)
     timings: Timings = field(default_factory=Timings)
 
@@ -84,6 +88,7 @@ def stream_generate(
     stop: str | Sequence[str] | None = None,
     mode: str = "auto",
     rule: str = "rejection",
+    exact: bool | float = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -110,15 +115,18 @@ def stream_generate(
             without one from MLX's global state is exact but need not repeat (use `seed`, or rule="match").
         rule: "rejection" or "match" at a temperature: two exact rules. "match" gives the same text as plain
             sampling with the same seed, "rejection" accepts more.
+        exact: greedy only: near-ties in a block are decided again by a forward over one token, as plain decoding
+            decides them; a number is the margin in log-probability (True: by dtype). A step each: `dflash_mlx.exact`.
+        kv_bits, kv_group_size, quantized_kv_start: as in mlx_lm, for attention layers; sliding windows and recurrent
+            states stay as they are. The tokens are those of plain decoding with the same three.
     Raises:
         ValueError: an argument is out of range or not honoured; the message names it.
         DFlashError: the models do not fit together or are not supported.
     """
-    for name, value in {"kv_bits": kv_bits, "input_embeddings": input_embeddings}.items():
-        if value is not None:
-            raise ValueError(
-                f"`{name}` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm."
-            )
+    if input_embeddings is not None:
+        raise ValueError(
+            "`input_embeddings` is not honoured by this version of dflash_mlx. Leave it out, or generate with mlx_lm."
+        )
     if num_draft_tokens is not None:
         if block_size is not None:
             raise ValueError("`num_draft_tokens` and `block_size` say the same thing; pass one of them.")
@@ -133,6 +141,8 @@ def stream_generate(
         processors=tuple(logits_processors or ()),
         max_kv_size=max_kv_size,
         requested_at=requested_at,
+        exact=exact,
+        quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
     request = plan(model, draft_model, options, prompt_cache)
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -197,6 +207,7 @@ def _respond(
         notes=request.notes_for(ids),
         block_size=request.block_size,
         cached_tokens=session.cache.length,
+        recomputed_tokens=0 if request.prompt_cache is None else request.prompt_cache.recomputed,
         stats=session.stats,
         timings=session.timings,
     )
@@ -209,7 +220,7 @@ def _respond(
         progress=progress,
     )
     try:
-        with wired_limit(request.target.model, [mx.default_stream(mx.default_device())]), closing(commits):
+        with wired_limit(request.target.model), closing(commits):
             for commit in commits:
                 session.timings.mark_burst()
                 for index, token in enumerate(commit.tokens):
@@ -222,9 +233,11 @@ def _respond(
                     if stops.matched is not None:
                         finish = "stop"
                     yield _response(template, commit, index, text, finish)
+                    threads.leave_cleanly()  # another thread may have taken over
                     if finish:
                         return
     finally:
+        threads.leave_cleanly()
         request.close(session)
 
 

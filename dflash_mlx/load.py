@@ -99,7 +99,8 @@ def load(
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
         model.eval()
-    tokenizer = mlx_lm_utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    ends = config["eos_token_id"] if "eos_token_id" in (model_config or {}) else _end_tokens(folder)
+    tokenizer = mlx_lm_utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
     result: tuple[Any, ...] = (model, tokenizer)
     if draft is not _NOT_GIVEN:
         result += (_load_draft(draft, path_or_hf_repo, draft_revision, model, tokenizer, tell),)
@@ -164,6 +165,23 @@ def _load_model(folder: Path, name: str, model_config: dict[str, Any] | None, la
         ) from error
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{name} could not be loaded by mlx_lm: {error}") from error
+
+
+def _end_tokens(folder: Path) -> list[int] | None:
+    """End-token ids of config.json (its text_config too) and generation_config.json together, each an int or a list.
+
+    mlx_lm lets generation_config.json replace config.json's, and takes its id 0 for none. The tokenizer's own comes on
+    top of these.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # config.json has been read by mlx_lm, the other one need not be there
+            continue
+        for ids in (content.get("eos_token_id"), (content.get("text_config") or {}).get("eos_token_id")):
+            found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return sorted(found) or None
 
 
 def _load_draft(

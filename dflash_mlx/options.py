@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dflash_mlx.cache import KVQuantization
 from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy
 
 MODES = ("auto", "dflash", "plain")
 RULES = ("rejection", "match")
+KV_BITS = (2, 3, 4, 5, 6, 8)  # what MLX quantises to
+KV_GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Options:
     max_tokens:   1 or more, or -1 for no limit.
     block_size:   anchor + drafts per cycle; 1 is plain decoding, None the draft's choice.
     requested_at: `time.perf_counter()` when the user asked; None is when the request starts.
+    exact:        decide near-ties again by single rows; a number is the margin in log-probability.
 
     Raises:
         ValueError: an argument is out of range; names it, the legal range and the value.
@@ -31,6 +35,8 @@ class Options:
     processors: tuple[LogitsProcessor, ...] = ()
     max_kv_size: int | None = None
     requested_at: float | None = None
+    exact: bool | float = False
+    quantization: KVQuantization | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or self.max_tokens == 0 or self.max_tokens < -1:
@@ -43,6 +49,24 @@ class Options:
             raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {self.mode!r}.")
         if self.rule not in RULES:
             raise ValueError(f"`rule` has to be one of {', '.join(RULES)}, got {self.rule!r}.")
+        if self.exact:
+            self._check_exact()
+        if self.quantization is not None:
+            _check_quantization(self.quantization)
+
+    def _check_exact(self) -> None:
+        if not 0 < float(self.exact) < float("inf"):
+            raise ValueError(f"`exact` has to be True, or a margin above 0 in log-probability, got {self.exact}.")
+        if not isinstance(self.policy, SamplingPolicy) or not self.policy.greedy or self.processors:
+            raise ValueError(
+                "`exact` is for greedy decoding without logits processors; near-ties of a draw are not looked for. "
+                "Leave `sampler` and `logits_processors` out, or pass mode='plain', which is exact for all of them."
+            )
+
+    @property
+    def margin(self) -> float | None:
+        """Of `exact`; None is by dtype."""
+        return None if self.exact is True else float(self.exact)
 
     @property
     def samples_drafts(self) -> bool:
@@ -62,3 +86,13 @@ class Options:
         A schedule that follows the clock would break the promise that a seed repeats it.
         """
         return self.samples_drafts and isinstance(self.policy, SamplingPolicy) and self.policy.seed is not None
+
+
+def _check_quantization(q: KVQuantization) -> None:
+    if q.bits not in KV_BITS:
+        raise ValueError(f"`kv_bits` has to be one of {', '.join(map(str, KV_BITS))} or None, got {q.bits}.")
+    if q.group_size not in KV_GROUP_SIZES:
+        sizes = ", ".join(map(str, KV_GROUP_SIZES))
+        raise ValueError(f"`kv_group_size` has to be one of {sizes}, got {q.group_size}.")
+    if q.start < 0:
+        raise ValueError(f"`quantized_kv_start` has to be 0 or more, got {q.start}.")

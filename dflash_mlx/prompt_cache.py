@@ -3,29 +3,68 @@
 Unlike a bare mlx_lm cache list it knows its tokens, so a conversation can be sent whole every turn and only what
 is new is computed. After a request it holds exactly the tokens that were returned; the last one is written by
 the next request, because it is the anchor of the first block then.
+
+A recurrent state, or a sliding window that has wrapped, cannot be cut back to an earlier position. For targets with
+such layers a request leaves snapshots behind: at the end of its prompt and, if `reuse` was told one, at the border up
+to which the next turn will repeat it (`dflash_mlx.stable_length`). Chat templates rewrite the last answer (its
+reasoning is dropped), so that border is usually the end of the user's message.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from dflash_mlx.cache import TargetCache
-from dflash_mlx.draft.context import DraftContext
+from dflash_mlx.cache import Snapshot, TargetCache
+from dflash_mlx.draft.context import ContextSnapshot, DraftContext
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.errors import CacheStateError
 from dflash_mlx.targets import Target, target_for
+
+_BUSY = (
+    "A request is still running on this prompt cache, and two at once would write into each other. Finish or close its "
+    "generator first, or make a prompt cache for each."
+)
+SNAPSHOTS = 4  # of the newest turns; each holds its recurrent states and windows
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What `PromptCache.reuse` found.
+
+    reused:     positions that are kept.
+    recomputed: positions that were held, and have to be computed again because some layer cannot be cut back to the
+                end of the common prefix.
+    """
+
+    reused: int = 0
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A snapshot of target and draft at one position."""
+
+    target: Snapshot
+    context: ContextSnapshot | None
+    of: DraftContext | None  # whose snapshot `context` is
 
 
 class PromptCache:
     """Made by `make_prompt_cache`, passed as `prompt_cache=`.
 
-    tokens: the ids it stands for.
+    tokens:     the ids it stands for.
+    last_reuse: what the latest `reuse` kept, and what it could not keep.
     """
 
     def __init__(self, target: Target, draft: DraftModel | None) -> None:
         self.target, self.draft = target, draft
         self.tokens: list[int] = []
+        self.last_reuse = Reuse()
+        self._busy = threading.Lock()  # held by the request that runs on it
         self.reset()
 
     def reset(self) -> None:
@@ -33,33 +72,90 @@ class PromptCache:
         self.cache = TargetCache(self.target.make_entries(), 0)
         self.context = self.draft.make_context() if self.draft else None
         self.tokens.clear()
+        self.places: list[Place] = []  # oldest first
+        self.border: int | None = None
 
-    def reuse(self, ids: Sequence[int]) -> int:
-        """Keep the longest common prefix with `ids` and return its length, always less than len(ids).
+    def reuse(self, ids: Sequence[int], stable: int | None = None) -> int:
+        """Keep as much as possible of the longest common prefix with `ids`; its length, always less than len(ids).
 
-        Call it with the whole conversation, then generate from ids[reused:]. Where a layer cannot be cut back
-        (a sliding window that has wrapped, a recurrent state) everything is forgotten and 0 is returned.
+        Call it with the whole conversation, then generate from ids[reused:]. Where a layer cannot be cut back (a
+        sliding window that has wrapped, a recurrent state) the nearest snapshot before that point is taken; without
+        one everything is forgotten and 0 is returned.
 
+        Args:
+            stable: how many of `ids` the next turn will begin with, if known; see `stable_length`.
         Raises:
-            ValueError: `ids` is empty.
+            ValueError: `ids` is empty, or `stable` is not in 0..len(ids).
+            CacheStateError: a request is still running on this cache.
         """
         if not len(ids):
             raise ValueError("`ids` has to hold at least one token.")
-        shared = _common_prefix(self.tokens, ids)
-        keep = min(shared, self.cache.length, len(ids) - 1)
-        if self.cache.closed is not None or not self._trim_to(keep):
-            self.reset()
-            return 0
-        return keep
+        if stable is not None and not 0 <= stable <= len(ids):
+            raise ValueError(f"`stable` has to be in 0..{len(ids)}, the length of `ids`, got {stable}.")
+        self.check_idle()
+        shared = min(_common_prefix(self.tokens, ids), self.cache.length, len(ids) - 1)
+        kept = self._keep(shared)
+        self.last_reuse = Reuse(kept, shared - kept)
+        self.border = stable
+        return kept
 
-    def _trim_to(self, length: int) -> bool:
+    def check_idle(self) -> None:
+        """Raises CacheStateError if a request runs on this cache."""
+        if self._busy.locked():
+            raise CacheStateError(_BUSY)
+
+    def begin(self) -> None:
+        """A request starts. Raises CacheStateError if another one runs."""
+        if not self._busy.acquire(blocking=False):
+            raise CacheStateError(_BUSY)
+
+    def end(self) -> None:
+        """It has ended, in whichever thread."""
+        self.border = None
+        self._busy.release()
+
+    def _keep(self, length: int) -> int:
+        """Cut back to `length`, or to the nearest place before it that can be reached."""
+        if self.cache.closed is None:
+            if self.cache.can_trim_to(length):
+                self._trim_to(length)
+                return length
+            place = next((p for p in reversed(self.places) if p.target.length <= length), None)
+            if place is not None:
+                self._go_back(place)
+                return place.target.length
+        self.reset()
+        return 0
+
+    def _trim_to(self, length: int) -> None:
         drop = self.cache.length - length
-        if drop and not self.cache.trim_to(length):
-            return False
-        if drop and self.context is not None:
-            self.context.drop(drop)
+        if drop:
+            self.cache.trim_to(length)
+            if self.context is not None:
+                self.context.drop(drop)
+        self._forget_after(length)
+
+    def _go_back(self, place: Place) -> None:
+        self.cache.restore(place.target)
+        if self.draft is not None:
+            if place.context is not None and place.of is self.context and self.context is not None:
+                self.context.restore(place.context)
+            else:
+                self.context = self.draft.make_context(place.target.length)
+        self._forget_after(place.target.length)
+
+    def _forget_after(self, length: int) -> None:
         del self.tokens[length:]
-        return True
+        self.places = [place for place in self.places if place.target.length <= length]
+
+    def remember_place(self) -> None:
+        """Take a snapshot here, where some layer could not be cut back to it later; everything is evaluated."""
+        if not any(state.needs_snapshot for state in self.cache.states):
+            return
+        context = self.context_in_step()
+        place = Place(self.cache.snapshot(), context.snapshot() if context else None, context)
+        others = [p for p in self.places if p.target.length != place.target.length]
+        self.places = [*others, place][-SNAPSHOTS:]
 
     def context_in_step(self) -> DraftContext | None:
         """The draft's context; a new one that starts late if an exception left it out of step."""
@@ -68,6 +164,23 @@ class PromptCache:
         if self.context is None or self.context.length != self.cache.length:
             self.context = self.draft.make_context(self.cache.length)
         return self.context
+
+    @property
+    def recomputed(self) -> int:
+        """Positions that the request after `reuse` reads again."""
+        return self.last_reuse.recomputed if self.last_reuse.reused == self.cache.length else 0
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Positions that `reuse` can go back to although a layer cannot be cut back."""
+        return [place.target.length for place in self.places]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values, states, the draft's context and the snapshots."""
+        entries = [*self.cache.entries, *(e for p in self.places for e in p.target.layers if e is not None)]
+        held = sum(entry.nbytes for entry in entries)
+        return held + sum(array.nbytes for array in (self.context.arrays if self.context else []))
 
 
 def make_prompt_cache(model: nn.Module, draft_model: DraftModel | None = None) -> PromptCache:

@@ -44,14 +44,17 @@ class Verdict:
     accepted: draft tokens kept, 0..K.
     tokens:   the accepted prefix and one correction or bonus token.
     log_probs: [V] per token, lazy: what the target thought of each position.
+    uncertain: the next position was too close to call, and a forward over one token has to decide it. Only then
+        `tokens` may be empty, with all of them accepted drafts.
     """
 
     accepted: int
     tokens: tuple[int, ...]
     log_probs: mx.array | Sequence[mx.array] = field(default=(), compare=False, repr=False)
+    uncertain: bool = False
 
     def truncate(self, budget: int, stop: Collection[int]) -> Verdict:
         """Cut to at most `budget` tokens and after the first stop token (which is kept)."""
         tokens = self.tokens[:budget]
         end = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
-        return Verdict(min(self.accepted, end), tokens[:end], self.log_probs)
+        return Verdict(min(self.accepted, end), tokens[:end], self.log_probs, self.uncertain)

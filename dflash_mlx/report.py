@@ -1,19 +1,27 @@
 """One request as numbers: the JSON object of `generate --json` and the lines for a terminal.
 
-Definitions: `dflash_mlx.stats`. Unknown is null.
+Definitions: `dflash_mlx.stats`, and for `check` `dflash_mlx.divergence`. Unknown is null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash_mlx.divergence import Divergence
     from dflash_mlx.generate import GenerationResponse
 
 
-def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_reason: str | None) -> dict[str, Any]:
-    """The JSON object of one request, from its last response."""
+def as_json(
+    last: GenerationResponse,
+    text: str,
+    tokens: Sequence[int],
+    finish_reason: str | None,
+    check: Divergence | None = None,
+) -> dict[str, Any]:
+    """The JSON object of one request, from its last response; check: its comparison with plain decoding, if made."""
     stats, timings = last.stats, last.timings
     return {
         "text": text,
@@ -23,6 +31,7 @@ def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_r
         "notes": list(last.notes),
         "prompt_tokens": last.prompt_tokens,
         "cached_tokens": last.cached_tokens,
+        "recomputed_tokens": last.recomputed_tokens,
         "generation_tokens": last.generation_tokens,
         "prefill_s": timings.prefill_s,
         "draft_prefill_s": timings.draft_prefill_s,
@@ -41,7 +50,9 @@ def as_json(last: GenerationResponse, text: str, tokens: Sequence[int], finish_r
         "acceptance_histogram": {str(k): stats.histogram[k] for k in sorted(stats.histogram)},
         "block_size": last.block_size,
         "host_syncs": stats.host_syncs,
+        "rechecked": stats.rechecked,
         "peak_memory_gb": last.peak_memory,
+        "check": None if check is None else asdict(check),
     }
 
 
@@ -65,10 +76,22 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         )
         if stats.plain_steps > 1:
             lines.append(f"and {stats.plain_steps} plain steps, to rest from drafts that do not pay or to measure")
+        if stats.rechecked:
+            lines.append(f"{stats.rechecked} near-ties decided again by a forward over one token")
     else:
         lines.append("plain decoding")
     lines.append(f"peak memory: {last.peak_memory:.2f} GB")
     return lines + [f"note: {note}" for note in last.notes]
+
+
+def check_line(check: Divergence, seconds: float) -> str:
+    """The comparison with plain decoding, which took so long, for people."""
+    found = {
+        "identical": "identical",
+        "near-tie": f"near-tie at token {check.index}. {check.explanation}",
+        "bug": f"DIFFERS at token {check.index}. {check.explanation} This is a bug: please report it with the command",
+    }
+    return f"checked against plain decoding: {found[check.kind]} ({seconds:.1f} s for the check)"
 
 
 def _rate(value: float | None) -> str:

@@ -13,14 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
-from dflash_mlx import blas
-from dflash_mlx.accept import make_decider
+from dflash_mlx import blas, quantized_kv
+from dflash_mlx.accept import Decider, make_decider
 from dflash_mlx.blocksize import AdaptiveBlock, BlockSchedule, FixedBlock
 from dflash_mlx.cache import TargetCache, positions_held
 from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
+from dflash_mlx.exact import Cautious
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
@@ -67,11 +68,17 @@ class Request:
             raise ValueError(f"`prompt` makes {length} tokens, and the model's context is {limit}. Shorten it.")
 
     def notes_for(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """The request's notes, and whether the answer may outgrow the model's context."""
-        limit = self.target.spec.max_positions
-        if not limit or self.held + len(ids) + self.max_tokens <= limit:
-            return self.notes
-        return (*self.notes, f"the answer may outgrow the model's context of {limit} tokens and then loses quality")
+        """The request's notes, and what this prompt adds: read again, or at the end of the model's context."""
+        notes, limit = list(self.notes), self.target.spec.max_positions
+        again = 0 if self.prompt_cache is None else self.prompt_cache.recomputed
+        if again:
+            notes.append(
+                f"{again} tokens are read again: the conversation changed before them, and this target can go back "
+                "only to snapshots"
+            )
+        if limit and self.held + len(ids) + self.max_tokens > limit:
+            notes.append(f"the answer may outgrow the model's context of {limit} tokens and then loses quality")
+        return tuple(notes)
 
     @property
     def held(self) -> int:
@@ -82,25 +89,39 @@ class Request:
 
     def open(self, stop: Collection[int]) -> Session:
         """The session that `decode` runs; `stop` are the ids that end it."""
-        policy, options = self.options.policy, self.options
-        draws = Draws.for_policy(policy) if isinstance(policy, SamplingPolicy) else Draws(0)
-        decider = make_decider(policy, options.processors, draws, rule=options.rule, stop=stop)
-        if self.prompt_cache is not None:
-            cache, tokens, base = self.prompt_cache.cache, self.prompt_cache.tokens, 0
+        options = self.options
+        draws = Draws.for_policy(options.policy) if isinstance(options.policy, SamplingPolicy) else Draws(0)
+        held = self.prompt_cache
+        if held is not None:
+            held.check_idle()
+            cache, tokens, base = held.cache, held.tokens, 0
         else:
             entries = self.entries if self.entries is not None else self.target.make_entries(options.max_kv_size)
             base = positions_held(entries)
             cache, tokens = TargetCache(entries, base), []
-        return Session(
+        if options.quantization is not None:
+            cache.quantization = options.quantization
+        session = Session(
             target=self.target,
             cache=cache,
             proposer=self._proposer(cache, draws),
-            decider=decider,
+            decider=self._decider(draws, stop),
             schedule=self._schedule(),
             tokens=tokens,
             base=base,
             timings=Timings(start=options.requested_at),
+            borders=() if held is None or held.border is None else (held.border,),
+            at_border=None if held is None else held.remember_place,
         )
+        if held is not None:
+            held.begin()  # last, so that nothing can fail between here and `close`
+        return session
+
+    def _decider(self, draws: Draws, stop: Collection[int]) -> Decider:
+        policy, options = self.options.policy, self.options
+        if options.exact and self.mode == "dflash" and isinstance(policy, SamplingPolicy):
+            return Cautious(policy, draws, options.margin)
+        return make_decider(policy, options.processors, draws, rule=options.rule, stop=stop)
 
     def _schedule(self) -> BlockSchedule:
         if self.adaptive and self.draft is not None:
@@ -119,13 +140,17 @@ class Request:
 
     def close(self, session: Session) -> None:
         """However the request ended: drop what was not delivered, leave nothing lazy in a cache that is kept."""
-        session.retract()
-        if session.cache.closed is not None:
-            return
-        if self.entries is not None and session.tokens:
-            session.settle()
-        elif self.prompt_cache is not None:
-            session.evaluate()
+        try:
+            session.retract()
+            if session.cache.closed is not None:
+                return
+            if self.entries is not None and session.tokens:
+                session.settle()
+            elif self.prompt_cache is not None:
+                session.evaluate()
+        finally:
+            if self.prompt_cache is not None:
+                self.prompt_cache.end()
 
 
 def plan(
@@ -151,6 +176,7 @@ def plan(
     reason = _why_plain(draft, options, target.spec.dtype) or _why_not_over(entries)
     if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
+    kv_notes = quantized_kv.check(target, held.cache.entries if held else entries, options.quantization)
     speculates = draft is not None and reason is None
     _check_max_kv_size(options, held, speculates)
     adaptive = speculates and options.mode == "auto" and options.block_size is None
@@ -158,7 +184,12 @@ def plan(
         target=target,
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
-        notes=_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
+        notes=(
+            *_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
+            *kv_notes,
+            *_target_notes(target, speculates),
+            *((blas.status().note,) if blas.status().active else ()),
+        ),
         block_size=block_size if speculates else 1,
         adaptive=adaptive and not options.text_depends_on_blocks,
         options=options,
@@ -168,7 +199,7 @@ def plan(
 
 
 def _notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -> tuple[str, ...]:
-    """What the user should know: reasons first, facts last."""
+    """What the user should know about what runs: reasons first."""
     notes = []
     if reason is not None and options.mode == "auto":
         notes.append(f"plain decoding: {reason}")
@@ -179,7 +210,17 @@ def _notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -
         )
     if adaptive and options.text_depends_on_blocks:
         notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
-    return (*notes, blas.status().note) if blas.status().active else tuple(notes)
+    return tuple(notes)
+
+
+def _target_notes(target: Target, speculates: bool) -> tuple[str, ...]:
+    notes = [] if target.spec.note is None else [target.spec.note]
+    if speculates and target.spec.width_dependent:
+        notes.append(
+            f"{target.spec.model_type} computes a block in another form than single tokens, so at a near-tie the answer "
+            "may differ from plain decoding; mode='plain' is plain decoding"
+        )
+    return tuple(notes)
 
 
 def _check_max_kv_size(options: Options, held: PromptCache | None, speculates: bool) -> None:

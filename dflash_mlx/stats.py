@@ -24,6 +24,7 @@ class Stats:
     accepted: int = 0
     emitted: int = 0  # the prefill token included
     host_syncs: int = 0  # device-to-host reads after prefill
+    rechecked: int = 0  # near-ties that a single row decided again, if that was asked for
     histogram: Counter[int] = field(default_factory=Counter)  # accepted drafts per cycle that drafted -> cycles
 
     def record(self, *, drafted: int, accepted: int, emitted: int) -> None:

@@ -21,6 +21,8 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
+        self.rest = ""
+        """What was fed behind the match."""
 
     def feed(self, text: str) -> str:
         """Text that can no longer be part of a match. After a match: nothing."""
@@ -33,8 +35,8 @@ class StopStrings:
             if stop in self._held
         ]
         if hits:
-            _, start, self.matched = min(hits)
-            shown, self._held = self._held[:start], ""
+            end, start, self.matched = min(hits)
+            shown, self.rest, self._held = self._held[:start], self._held[end:], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

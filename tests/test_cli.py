@@ -10,16 +10,21 @@ import sys
 
 import pytest
 
+from dflash_mlx import stream_generate
 from dflash_mlx.__main__ import main
+from dflash_mlx.accept import Matching
 from dflash_mlx.cli import INTERRUPTED, generate_main, printable
+from dflash_mlx.divergence import Divergence
+from dflash_mlx.proposal import Verdict
 from tests.folders import draft_folder, target_folder
 
 KEYS = {
     *("text", "tokens", "finish_reason", "mode", "notes", "prompt_tokens", "generation_tokens"),
     *("prefill_s", "ttft_s", "decode_s", "total_s", "prompt_tps", "decode_tps", "request_tps"),
     *("cycles", "drafted", "accepted", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb"),
+    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb", "check"),
 }
+CHECK_KEYS = {"kind", "index", "gap", "rounding", "expected_token", "got_token", "explanation"}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,7 @@ def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], 
     assert result["request_tps"] <= result["decode_tps"]
     assert result["total_s"] >= result["ttft_s"] >= result["prefill_s"] > 0
     assert abs(result["total_s"] - result["prefill_s"] - result["decode_s"]) < 0.01
+    assert result["check"] is None
 
 
 def test_unknown_is_null(models: list[str], capsys) -> None:
@@ -101,6 +107,8 @@ def test_a_seed_repeats_the_text(models: list[str], capsys) -> None:
         (["--draft", "./nope"], "does not exist"),
         (["--raw", "--system-prompt", "x"], "needs a chat template"),
         (["--draft", "none", "--mode", "dflash"], "no `draft_model` was given"),
+        (["--check", "--temp", "1", "--seed", "5", "--model", "./nope"], "`--check` compares tokens"),
+        (["--check", "--temp", "1", "--rule", "match", "--model", "./nope"], "`--check` compares tokens"),
     ],
 )
 def test_an_explained_error_is_one_message_and_status_1(models, extra, message, capsys) -> None:
@@ -132,6 +140,80 @@ def test_an_interrupt_keeps_the_text_so_far(models: list[str], capsys, monkeypat
     assert generate_main([*models, "--prompt", "hello", "--json"]) == INTERRUPTED
     result = json.loads(capsys.readouterr().out)
     assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 6
+
+
+CHECKED = "checked against plain decoding: "
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [[], ["--mode", "auto"], ["--stop", "e"], ["--temp", "1", "--top-p", "0.9", "--seed", "5", "--rule", "match"]],
+    ids=["greedy", "auto", "stop", "seeded"],
+)
+def test_check_says_identical_only_after_a_second_decoding(models, extra, capsys, monkeypatch) -> None:
+    """The plain run has the same prompt, budget, stops and draws; on a CPU nothing may differ."""
+    decoded, plain = [], stream_generate
+
+    def counted(*args, **kwargs):
+        for response in plain(*args, **kwargs):
+            decoded.append((kwargs["mode"], response.token))
+            yield response
+
+    monkeypatch.setattr("dflash_mlx.divergence.stream_generate", counted)
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "40", "--check", "--json", *extra]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["check"].keys() == CHECK_KEYS and result["check"]["kind"] == "identical"
+    assert decoded == [("plain", token) for token in result["tokens"]]
+    (line,) = [line for line in err.splitlines() if line.startswith(CHECKED)]
+    assert line.startswith(CHECKED + "identical (") and line.endswith(" s for the check)")
+
+
+def test_check_fails_the_command_on_a_bug_and_still_prints_the_text(models, capsys, monkeypatch) -> None:
+    """Scripts see the status; the text stands, since it was shown already."""
+    decide = Matching.decide
+
+    def wrong(self, proposal, logits, position, judgement=None):
+        verdict = decide(self, proposal, logits, position, judgement)
+        if verdict.accepted == len(proposal):
+            return verdict
+        kept = (*verdict.tokens[:-1], proposal.tokens[verdict.accepted].item(), verdict.tokens[-1])
+        return Verdict(verdict.accepted, kept, verdict.log_probs)
+
+    monkeypatch.setattr(Matching, "decide", wrong)  # plain decoding has no drafts to keep
+    command = [*models, "--prompt", "hello", "--max-tokens", "20", "--check"]
+    assert generate_main([*command, "--json"]) == 1
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    found, text = result["check"], result["text"]
+    assert len(result["tokens"]) == 20 and text and "interrupted" not in err
+    assert (found["kind"], found["got_token"]) == ("bug", result["tokens"][found["index"]])
+    assert found["gap"] > 0 == found["rounding"]
+    assert CHECKED + f"DIFFERS at token {found['index']}. {found['explanation']}" in err and "report" in err
+    assert generate_main(command) == 1
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_near_tie_is_told_and_does_not_fail_the_command(models, capsys, monkeypatch) -> None:
+    """Users on a GPU meet these; a script must not stop for them."""
+    found = Divergence("near-tie", 7, 0.25, 0.125, 3, 4, "After 7 equal tokens so rounding decides.")
+    monkeypatch.setattr("dflash_mlx.divergence.compare", lambda *args, **kwargs: found)
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "9", "--check", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["check"] == vars(found)
+    assert CHECKED + "near-tie at token 7. After 7 equal tokens so rounding decides. (" in err
+
+
+def test_an_interrupted_check_keeps_text_and_json(models, capsys, monkeypatch) -> None:
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_mlx.divergence.compare", interrupted)
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "9", "--check", "--json"]) == INTERRUPTED
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert len(result["tokens"]) == 9 and result["check"] is None and result["finish_reason"] == "length"
+    assert "\nnot checked against plain decoding: interrupted\n" in err and "\n" + CHECKED not in err
 
 
 @pytest.mark.parametrize("stdin", [None, b"\xff\xfe", b""], ids=["closed", "not-utf8", "empty"])

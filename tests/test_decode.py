@@ -15,7 +15,7 @@ from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.decode import decode
 from dflash_mlx.sampling import Draws, SamplingPolicy
 from tests.conftest import greedy_session, tiny_draft, tokens_of
-from tests.families import BY_NAME, EVERY, SCRIPTS, VOCAB, ScriptedProposer, prompt_of, reference
+from tests.families import BY_NAME, SAME_TOKENS, SCRIPTS, VOCAB, ScriptedProposer, prompt_of, reference
 
 PROMPT = prompt_of(21)
 BLOCKS = (2, 3, 4, 8, 16)
@@ -43,7 +43,7 @@ def test_the_grid_is_token_identical_to_mlx_lm(name: str, script: str) -> None:
         assert rows == session.cache.length, "the draft saw exactly the committed positions"
 
 
-@pytest.mark.parametrize(("name", "dtype"), EVERY)
+@pytest.mark.parametrize(("name", "dtype"), SAME_TOKENS)
 def test_every_family_and_dtype_survives_mixed_depths(name: str, dtype: mx.Dtype) -> None:
     truth = reference(name, PROMPT, 60, dtype)
     for script in ("wide", "mixed"):
@@ -299,14 +299,16 @@ def test_only_named_places_read_from_the_device() -> None:
     allowed = {
         "accept.py": {"read"},
         "sampling.py": {"for_policy"},  # once per request, before decoding
-        "cache.py": {"evaluate"},
+        "cache.py": {"evaluate", "snapshot"},
+        "prompt_file.py": {"_read"},
+        "targets/probe.py": {"_check_numbers"},  # once per model
         "draft/context.py": {"evaluate"},
         "draft/checkpoint.py": {"load_draft", "_read_weights"},
         "decode.py": {"_prefill"},
         "generate.py": {"encode"},
     }
     path = [*package.glob("*.py"), *(f for d in ("draft", "proposers", "targets") for f in (package / d).glob("*.py"))]
-    off_path = {"load.py", "cpu.py", "blas.py", "openblas.py", "elf.py"}
+    off_path = {"load.py", "cpu.py", "blas.py", "openblas.py", "elf.py", "divergence.py", "rounding.py"}
     for file in path:
         name = str(file.relative_to(package))
         for function in ast.walk(ast.parse(file.read_text())):

@@ -12,14 +12,17 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
-    {"errors", "stats", "proposal", "config", "stops", "registry", "threads", "blocksize"},
+    {"errors", "stats", "proposal", "config", "stops", "segments", "templates", "registry", "threads", "blocksize"},
     {"elf", "openblas", "blas", "cpu", "demo"},
-    {"sampling", "cache"},
+    {"sampling", "layer_state", "rounding"},
+    {"cache"},
     {"targets", "draft", "accept"},
-    {"proposers", "prompt_cache"},
+    {"proposers", "prompt_cache", "quantized_kv", "exact"},
+    {"prompt_file"},
     {"decode", "options"},
     {"request", "load", "report"},
     {"generate"},
+    {"divergence"},
     {"cli"},
     {"app"},
     {"chat"},

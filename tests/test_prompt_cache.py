@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx import make_prompt_cache, stream_generate
+from dflash_mlx.prompt_cache import Reuse
 from tests.conftest import byte_tokenizer, tiny_draft
 from tests.families import prompt_of, reference, tiny
 
@@ -24,7 +25,7 @@ def ask(cache, name: str, ids: list[int], count: int = 12) -> tuple[int, list[in
 @pytest.mark.parametrize("shared", [0, 1, 5, 20, 25, 40])
 @pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_prefix_is_kept_and_warm_equals_cold(name: str, shared: int) -> None:
-    """A wrapped window or a recurrent state cannot be cut back: it starts over, and says 0."""
+    """A wrapped window or a recurrent state cannot be cut back: back to the end of its prompt, or to the start."""
     cache = make_prompt_cache(tiny(name), DRAFT)
     _, answer = ask(cache, name, prompt_of(21))
     held = prompt_of(21) + answer
@@ -32,7 +33,9 @@ def test_a_prefix_is_kept_and_warm_equals_cold(name: str, shared: int) -> None:
     reused, got = ask(cache, name, turn)
     assert got == reference(name, turn, 12)
     overlap = min(shared, len(held) - 1)
-    assert reused == (overlap if name == "llama" or overlap == len(held) - 1 else 0)
+    end_of_prompt = 20 if overlap >= 20 else 0
+    assert reused == (overlap if name == "llama" or overlap == len(held) - 1 else end_of_prompt)
+    assert cache.last_reuse == Reuse(reused, overlap - reused)
     assert cache.context.length == cache.cache.length
 
 

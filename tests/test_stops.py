@@ -41,6 +41,14 @@ def test_only_an_ambiguous_tail_is_held_back() -> None:
     assert matcher.feed("more") == "" and matcher.flush() == ""
 
 
+def test_what_stands_behind_the_match_is_not_lost() -> None:
+    """Segments go on with it in another state."""
+    matcher = StopStrings(["</b>", "</i>"])
+    assert matcher.feed("bold</") == "bold" and matcher.rest == ""
+    assert matcher.feed("b> and </i> more") == ""
+    assert (matcher.matched, matcher.rest) == ("</b>", " and </i> more")
+
+
 def test_without_stops_everything_passes_at_once() -> None:
     assert StopStrings([]).feed("text") == "text"
 

@@ -130,6 +130,68 @@ def test_two_requests_at_once_equal_their_solo_runs() -> None:
     assert out == "True\n"
 
 
+@pytest.mark.parametrize("kind", ["cache", "list"])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_a_generator_may_be_left_in_any_thread(name: str, kind: str) -> None:
+    """Made in one thread and closed or collected in another: the caches stay usable, and the process ends well."""
+    out = run(
+        f"""
+        from itertools import islice
+        from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache as mlx_lm_cache
+        from tests.conftest import byte_tokenizer, tiny_draft
+        from tests.families import BY_NAME, build, prompt_of, reference
+        from dflash_mlx import make_prompt_cache, stream_generate
+        model, tokenizer, draft = build(BY_NAME[{name!r}]), byte_tokenizer(), tiny_draft()
+        truth = reference({name!r}, prompt_of(21), 40)
+        def start(cache, prompt=prompt_of(21)):
+            return stream_generate(model, tokenizer, prompt, 40, draft, mode="dflash", block_size=4, prompt_cache=cache)
+        def some(cache):
+            responses = start(cache)
+            return responses, [r.token for r in islice(responses, 5)]
+        def end(responses, how):
+            if how == "close":
+                responses.close()
+        for how in ("close", "collect"):
+            for here in (True, False):
+                cache = make_prompt_cache(model, draft) if {kind!r} == "cache" else mlx_lm_cache(model)
+                responses, got = some(cache) if here else in_thread(some, cache)
+                assert got == truth[:5], got
+                box = [responses]
+                del responses
+                (in_thread if here else lambda work: work())(lambda: end(box.pop(), how))
+                new = [7, 8, 9]
+                if {kind!r} == "cache":
+                    turn = prompt_of(21) + got + new
+                    new = turn[cache.reuse(turn):]
+                    assert len(new) == 4, new
+                again = [r.token for r in start(cache, new)]
+                assert again == reference({name!r}, prompt_of(21) + got + [7, 8, 9], 40), (how, here)
+        print("fine")
+        """
+    )
+    assert out == "fine\n"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_a_generator_may_move_to_another_thread_at_any_token(name: str) -> None:
+    """An event loop that runs each step in a pool does this. Nothing of a step is left for the next thread."""
+    out = run(
+        f"""
+        from tests.conftest import byte_tokenizer, tiny_draft
+        from tests.families import BY_NAME, build, prompt_of, reference
+        from dflash_mlx import stream_generate
+        model, tokenizer, draft = build(BY_NAME[{name!r}]), byte_tokenizer(), tiny_draft()
+        truth = reference({name!r}, prompt_of(21), 40)
+        for mode in ("dflash", "plain"):
+            responses = stream_generate(model, tokenizer, prompt_of(21), 40, draft, mode=mode)
+            got = [in_thread(next, responses).token for _ in range(40)]
+            responses.close()
+            print(got == truth)
+        """
+    )
+    assert out == "True\nTrue\n"
+
+
 @pytest.mark.slow
 def test_ten_processes_in_a_row_end_with_status_0() -> None:
     for _ in range(10):

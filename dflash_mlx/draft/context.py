@@ -7,10 +7,14 @@ temporal order (all that row 0 of a block can see), never in a ring.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.config import SLIDING, DraftConfig
+
+Rows = tuple[mx.array, mx.array]  # keys and values
 
 
 class FullLayer:
@@ -31,6 +35,22 @@ class FullLayer:
 
     def drop(self, count: int) -> None:
         self._store.trim(count)
+
+    def snapshot(self) -> None:
+        return None  # it can be cut back
+
+    def restore(self, snapshot: None, rows: int) -> None:
+        self._store.trim(self._store.offset - rows)
+
+    @property
+    def held(self) -> Rows | None:
+        return None if self._store.empty() else self._store.keys_and_values()
+
+    def hold(self, rows: Rows | None) -> None:
+        """Hold exactly these rows."""
+        self._store = KVCache()
+        if rows is not None:
+            self.append(*rows)
 
     def rows_for(self, new: int) -> int:
         """How many of `new` rows have to be projected at all."""
@@ -68,6 +88,20 @@ class SlidingLayer:
             keep = max(self.rows - count, 0)
             self._keys, self._values = self._keys[:, :, :keep], self._values[:, :, :keep]
 
+    def snapshot(self) -> Rows | None:
+        return self.held  # rows are replaced, never written in place
+
+    def restore(self, snapshot: Rows | None, rows: int) -> None:
+        self.hold(snapshot)
+
+    @property
+    def held(self) -> Rows | None:
+        return None if self._keys is None or self._values is None else (self._keys, self._values)
+
+    def hold(self, rows: Rows | None) -> None:
+        """Hold exactly these rows."""
+        self._keys, self._values = rows or (None, None)
+
     def rows_for(self, new: int) -> int:
         return min(new, self._limit)
 
@@ -78,6 +112,15 @@ class SlidingLayer:
     @property
     def arrays(self) -> list[mx.array]:
         return [] if self._keys is None or self._values is None else [self._keys, self._values]
+
+
+@dataclass(frozen=True)
+class ContextSnapshot:
+    """A place to come back to: rows of the sliding layers, None where a layer can be cut back."""
+
+    length: int
+    start: int
+    layers: tuple[Rows | None, ...]
 
 
 class DraftContext:
@@ -99,6 +142,16 @@ class DraftContext:
         for layer in self.layers:
             layer.drop(count)
         self.length -= count
+
+    def snapshot(self) -> ContextSnapshot:
+        """This place, to come back to; it costs no memory while the context only grows."""
+        return ContextSnapshot(self.length, self.start, tuple(layer.snapshot() for layer in self.layers))
+
+    def restore(self, snapshot: ContextSnapshot) -> None:
+        """Back to a snapshot, which has to be of a prefix of what is held; it may be used again."""
+        for layer, place in zip(self.layers, snapshot.layers, strict=True):
+            layer.restore(place, snapshot.length - snapshot.start)  # type: ignore[arg-type]
+        self.length, self.start = snapshot.length, snapshot.start
 
     def evaluate(self) -> None:
         """Force pending writes: after a prefill chunk, and before another thread may use the context."""

@@ -33,10 +33,12 @@ class BlockProposer:
         self.policy, self.draws = policy, draws
         self.taps = draft.config.target_layer_ids
         self._nothing = Proposal(mx.array([], dtype=mx.int32))
+        self._waiting: list[mx.array] = []  # features that the context does not hold yet
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
         if limit < 1:
             return self._nothing
+        self._extend()
         ids = mx.array([[anchor] + [self.draft.config.mask_token_id] * limit])  # [1, K+1]
         hidden = self.draft.denoise(self.target.embed(ids), self.context)  # [1, K, H]
         logits = self.target.head(hidden.astype(self.target.spec.dtype))[0]  # [K, V]
@@ -48,15 +50,25 @@ class BlockProposer:
         return Proposal(tokens, mx.softmax(weights, axis=-1, precise=True))
 
     def observe(self, features: mx.array | None) -> None:
+        """Projected when a draft wants them: many plain steps make one wide projection."""
         if features is not None:
+            self._waiting.append(features)
+
+    def _extend(self) -> None:
+        if self._waiting:
+            features = self._waiting[0] if len(self._waiting) == 1 else mx.concatenate(self._waiting, axis=1)
+            self._waiting = []
             self.draft.extend(self.context, features)
 
     def trim_to(self, length: int) -> None:
+        self._extend()
         if length < self.context.length:
             self.context.drop(self.context.length - length)
 
     def flush(self) -> None:
+        self._extend()
         mx.async_eval(self.context.arrays)
 
     def evaluate(self) -> None:
+        self._extend()
         self.context.evaluate()

@@ -4,7 +4,7 @@ An adapter calls the model's own modules in the model's own order; it replaces n
 `forward` followed by `logits` equals `model(...)` bit for bit, which a parity test checks for every family.
 
 To add a family: one file here with a class under `@register("<mlx_lm.models file name>")`, imported at the end of
-this file, and one row in `tests/families.py`.
+this file, and one row in `tests/families.py`. A model of no registered family is examined by `probe`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import TargetCache
-from dflash_mlx.errors import UnsupportedTarget
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class TargetSpec:
     vocab_size: int  # rows of the embedding, padding included
     dtype: mx.Dtype  # of the activations
     max_positions: int | None = None  # that the model was made for, if its config says
+    note: str | None = None  # what the user should know about how it is served
+    width_dependent: bool = False  # a block and single rows are computed in different forms, on any backend
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Target(Protocol):
         ...
 
     def make_entries(self, max_kv_size: int | None = None) -> list:
-        """A fresh list of mlx_lm cache entries, one per layer."""
+        """A fresh list of mlx_lm cache entries, one per layer that keeps something."""
         ...
 
     def forward(self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Forward:
@@ -97,22 +98,27 @@ def family(model: nn.Module) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
+def text_part(model: nn.Module) -> nn.Module:
+    """The language model inside a vision or audio shell of mlx_lm, or the model itself."""
+    return model.get("language_model", model)
+
+
+def adapter_of(model: nn.Module) -> Callable[[nn.Module], Target] | None:
+    """The adapter registered for the mlx_lm file that defines the model."""
+    return _ADAPTERS.get(family(model)) if type(model).__module__.startswith("mlx_lm.models.") else None
+
+
 def target_for(model: nn.Module) -> Target:
-    """The adapter of this model.
+    """The adapter of this model: its family's, or one that was probed, which `spec.note` says.
 
     Raises:
-        UnsupportedTarget: no adapter; says what was found, what is supported and what to do.
+        UnsupportedTarget: nothing serves it; says what was found, what is supported and what to do.
     """
-    adapter = _ADAPTERS.get(family(model))
-    if adapter is None or not type(model).__module__.startswith("mlx_lm.models."):
-        raise UnsupportedTarget(
-            f"{type(model).__module__}.{type(model).__name__} has no adapter in dflash_mlx (supported mlx_lm model "
-            f"files: {', '.join(supported())}). Without one its layers cannot be read or rolled back exactly. "
-            "Generate with mlx_lm, or add a file to dflash_mlx/targets."
-        )
-    return adapter(model)
+    adapter = adapter_of(model)
+    return adapter(model) if adapter else probe.probed(model)
 
 
 from dflash_mlx.targets import dense as dense  # noqa: E402  (registers its families)
 from dflash_mlx.targets import hybrid as hybrid  # noqa: E402
+from dflash_mlx.targets import probe as probe  # noqa: E402
 from dflash_mlx.targets import sliding as sliding  # noqa: E402

@@ -1,4 +1,4 @@
-"""Dense and mixture-of-experts decoders with one residual stream: Llama, Qwen2, Qwen3, Qwen3-MoE.
+"""Dense and mixture-of-experts decoders with one residual stream: Llama, Llama 4, Qwen2, Qwen3, Qwen3-MoE.
 
 The loop is mlx_lm's own (`LlamaModel.__call__`, `Qwen3Model.__call__`), with the masks those files build.
 """
@@ -6,6 +6,7 @@ The loop is mlx_lm's own (`LlamaModel.__call__`, `Qwen3Model.__call__`), with th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,38 +15,61 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.errors import UnsupportedTarget
-from dflash_mlx.targets import Forward, TargetSpec, register
+from dflash_mlx.targets import Forward, TargetSpec, family, register, text_part
 
 
-@register("qwen3")
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the parts that an adapter needs; a model without a `head` is tied to its embedding."""
+
+    inner: str = "model"
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+
+
+@register("qwen2", "qwen3", "qwen3_moe")
 class DenseTarget:
     """A model whose layers are called as layer(h, mask, cache) with one causal mask."""
 
+    names = Names()
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.text = model.get("language_model", model)  # inside a vision shell
-        self.inner = self.text.model
-        args = self.text.args
-        self.tied = self.is_tied()
-        positions = vars(args).get("max_position_embeddings")
-        probe = self.inner.embed_tokens(mx.array([[0]]))
+        self.text = text_part(model)
+        self.inner = getattr(self.text, self.names.inner)
+        self.embedding = getattr(self.inner, self.names.embedding)
+        self.layers = getattr(self.inner, self.names.layers)
+        self.final_norm = getattr(self.inner, self.names.norm)
+        self.tied = self.names.head not in self.text
+        self._refuse_split()
+        args = getattr(self.text, "args", None)
+        probe = self.embedding(mx.array([[0]]))
         self.spec = TargetSpec(
-            args.model_type, len(self.text.layers), args.hidden_size, args.vocab_size, probe.dtype, positions
+            model_type=getattr(args, "model_type", family(model)),
+            n_layers=len(self.layers),
+            hidden_size=probe.shape[-1],
+            vocab_size=self.embedding.weight.shape[0],
+            dtype=probe.dtype,
+            max_positions=getattr(args, "max_position_embeddings", None),
         )
 
-    def is_tied(self) -> bool:
-        """Whether the head is the embedding."""
-        return bool(self.text.args.tie_word_embeddings)
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.inner.norm
+    def _refuse_split(self) -> None:
+        """Raises UnsupportedTarget where this process has only part of the layers or of the vocabulary."""
+        group = getattr(self.text, "sharding_group", None)
+        machines = max(getattr(self.inner, "pipeline_size", 1), group.size() if group else 1)
+        if machines > 1:
+            raise UnsupportedTarget(
+                f"This {family(self.model)} model is split over {machines} machines, and a split model's layers and "
+                "logits cannot all be read here. Load it on one machine, or generate with mlx_lm."
+            )
 
     def embed(self, ids: mx.array) -> mx.array:
-        return self.inner.embed_tokens(ids)
+        return self.embedding(ids)
 
     def head(self, normed: mx.array) -> mx.array:
-        return self.inner.embed_tokens.as_linear(normed) if self.tied else self.text.lm_head(normed)
+        return self.embedding.as_linear(normed) if self.tied else getattr(self.text, self.names.head)(normed)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self.head(self.final_norm(hidden))
@@ -61,24 +85,11 @@ class DenseTarget:
         h = self.embed(ids)  # [B, T, H]
         outputs = {}
         masks = self.masks(h, cache.entries)
-        for index, (layer, mask, entry) in enumerate(zip(self.inner.layers, masks, cache.entries, strict=True)):
+        for index, (layer, mask, entry) in enumerate(zip(self.layers, masks, cache.entries, strict=True)):
             h = layer(h, mask, entry)
             if index in taps:
                 outputs[index] = h
         return Forward.of(h, outputs, taps)
-
-
-@register("qwen2", "qwen3_moe")
-class PipelinedTarget(DenseTarget):
-    """Families that mlx_lm can split over machines; a split model is refused."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        if self.inner.pipeline_size > 1:
-            raise UnsupportedTarget(
-                f"This {self.spec.model_type} model is split over {self.inner.pipeline_size} machines, and a split "
-                "model's layers cannot all be read here. Load it on one machine, or generate with mlx_lm."
-            )
 
 
 @register("llama")
@@ -90,4 +101,11 @@ class LlamaTarget(DenseTarget):
         if self.inner.swa_idx is None:
             return [full] * len(entries)
         sliding = create_attention_mask(h, entries[self.inner.swa_idx], window_size=self.inner.sliding_window)
-        return [sliding if layer.use_sliding else full for layer in self.inner.layers]
+        return [sliding if layer.use_sliding else full for layer in self.layers]
+
+
+@register("llama4_text")
+class Llama4TextTarget(DenseTarget):
+    """The dense Llama 4 text models; whether a layer rotates its keys is the layer's own business."""
+
+    names = Names(head="output")

@@ -1,6 +1,7 @@
-"""Decoders that alternate sliding-window and full attention: Gemma 3, Gemma 4 and gpt-oss.
+"""Decoders that alternate sliding-window and full attention: Gemma 3, Gemma 4, gpt-oss and Muse Glimmer.
 
-The loops are mlx_lm's (`Gemma3Model.__call__`, `Gemma4TextModel.__call__`, `GptOssMoeModel.__call__`).
+The loops are mlx_lm's (`Gemma3Model.__call__`, `Gemma4TextModel.__call__`, `GptOssMoeModel.__call__`,
+`MuseGlimmerModel.__call__`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ from dflash_mlx.targets.dense import DenseTarget
 class Gemma3Target(DenseTarget):
     """Embeddings scaled by sqrt(hidden size) in bf16 precision; every n-th layer is full."""
 
-    def is_tied(self) -> bool:
-        return bool(self.text.tie_word_embeddings)
-
     def embed(self, ids: mx.array) -> mx.array:
-        h = self.inner.embed_tokens(ids)
+        h = self.embedding(ids)
         return h * mx.array(self.text.args.hidden_size**0.5, mx.bfloat16).astype(h.dtype)
 
     def masks(self, h: mx.array, entries: list) -> list:
@@ -38,16 +36,29 @@ class Gemma3Target(DenseTarget):
 
 @register("gpt_oss")
 class GptOssTarget(DenseTarget):
-    """Attention sinks and a mixture of experts, which are the layers' own business; never a tied head."""
-
-    def is_tied(self) -> bool:
-        return False
+    """Attention sinks and a mixture of experts, which are the layers' own business."""
 
     def masks(self, h: mx.array, entries: list) -> list:
         inner = self.inner
         full = create_attention_mask(h, entries[inner.ga_idx])
         sliding = create_attention_mask(h, entries[inner.swa_idx], window_size=inner.window_size)
         return [full if kind == "full_attention" else sliding for kind in inner.layer_types]
+
+
+@register("muse_glimmer")
+class MuseGlimmerTarget(DenseTarget):
+    """Embeddings normed without weights; only sliding layers rotate their keys. The draft shares the raw head."""
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return mx.fast.rms_norm(self.embedding(ids), None, self.inner.embed_eps)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        args = self.text.args
+        logits = super().logits(hidden) * args.output_multiplier
+        return mx.tanh(logits / args.final_logit_softcapping) * args.final_logit_softcapping
+
+    def masks(self, h: mx.array, entries: list) -> list:
+        return self.inner._masks(h, entries)
 
 
 @register("gemma4_text", "gemma4")
@@ -57,11 +68,8 @@ class Gemma4Target(DenseTarget):
     The draft shares the raw head; the target's own logits are soft-capped.
     """
 
-    def is_tied(self) -> bool:
-        return bool(self.text.tie_word_embeddings)
-
     def embed(self, ids: mx.array) -> mx.array:
-        return self.inner.embed_tokens(ids) * self.inner.embed_scale
+        return self.embedding(ids) * self.inner.embed_scale
 
     def logits(self, hidden: mx.array) -> mx.array:
         logits, cap = super().logits(hidden), self.text.final_logit_softcapping
@@ -70,12 +78,12 @@ class Gemma4Target(DenseTarget):
     def forward(self, ids: mx.array, cache: TargetCache, taps: Sequence[int] = ()) -> Forward:
         inner = self.inner
         h = self.embed(ids)  # [B, T, H]
-        entries = [*cache.entries, *[None] * (len(inner.layers) - len(cache.entries))]  # sharing layers hold nothing
+        entries = [*cache.entries, *[None] * (len(self.layers) - len(cache.entries))]  # sharing layers hold nothing
         masks = inner._make_masks(h, entries)
         gates = self._gates(ids, h)
         outputs, shared = {}, list[tuple]()  # keys, values and offset of every layer, for those that share them
         for index, (layer, entry, mask, source) in enumerate(
-            zip(inner.layers, entries, masks, inner.previous_kvs, strict=True)
+            zip(self.layers, entries, masks, inner.previous_kvs, strict=True)
         ):
             keys_values, offset = shared[source] if source < index else (None, None)
             gate = None if gates is None else gates[:, :, index, :]

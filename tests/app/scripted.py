@@ -79,6 +79,7 @@ class FakeResponse:
     block_size: int = BLOCK_SIZE
     notes: tuple[str, ...] = ()
     peak_memory: float = 0.25
+    recomputed_tokens: int = 0
 
 
 @dataclass
@@ -117,8 +118,10 @@ class FakeTokenizer:
 class FakeCache:
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.stable: int | None = None
 
-    def reuse(self, ids: list[int]) -> int:
+    def reuse(self, ids: list[int], stable: int | None = None) -> int:
+        self.stable = stable
         shared = 0
         for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
             if ours != theirs:

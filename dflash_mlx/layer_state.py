@@ -1,0 +1,279 @@
+"""One layer's part of the cache transaction: what it keeps of a block, undoes, cuts back and comes back to.
+
+The entries are mlx_lm's own cache objects. Which state serves an entry is decided by its type; a type with no exact
+rollback is refused by name before the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from dflash_mlx.errors import CacheStateError, UnsupportedTarget
+
+
+class LayerState(Protocol):
+    """One layer's part of the transaction.
+
+    needs_snapshot: whether there are places that cannot be cut back to, only restored.
+    """
+
+    needs_snapshot: bool
+
+    def begin(self, width: int) -> None: ...
+
+    def keep(self, count: int) -> None:
+        """Hold the first `count` of the positions written since `begin`; may be called again with fewer."""
+        ...
+
+    def abort(self) -> None:
+        """Undo everything since `begin`, also a forward that stopped half-way."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what only `keep` and `abort` need; the block is final."""
+        ...
+
+    def pending(self) -> list[mx.array]:
+        """Arrays that `keep` may have left to compute."""
+        ...
+
+    def can_trim_to(self, length: int) -> bool:
+        """Whether, outside a transaction, the first `length` positions can be kept alone."""
+        ...
+
+    def trim_to(self, length: int) -> None:
+        """Keep the first `length` positions; only where `can_trim_to`."""
+        ...
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to come back to this place; outside a transaction, with nothing pending.
+
+        A cache entry of mlx_lm's, or None for a layer that can be cut back instead.
+        """
+        ...
+
+    def restore(self, snapshot: Any, length: int) -> None:
+        """Back to where the first `length` positions were held; the snapshot may be used again."""
+        ...
+
+
+class AppendState:
+    """A KV cache that only grows, quantised or not: rows past its offset are dead."""
+
+    needs_snapshot = False
+
+    def __init__(self, entry: KVCache | QuantizedKVCache) -> None:
+        self.entry = entry
+        self._start = entry.offset
+
+    def begin(self, width: int) -> None:
+        self._start = self.entry.offset
+
+    def keep(self, count: int) -> None:
+        self.entry.trim(self.entry.offset - self._start - count)
+
+    def abort(self) -> None:
+        self.keep(0)
+
+    def release(self) -> None:
+        pass
+
+    def pending(self) -> list[mx.array]:
+        return []  # the forward that wrote the rows computed them, and keeping is a matter of the offset
+
+    def can_trim_to(self, length: int) -> bool:
+        return True
+
+    def trim_to(self, length: int) -> None:
+        self.entry.trim(self.entry.offset - length)
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, snapshot: None, length: int) -> None:
+        self.trim_to(length)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A checkpoint of a ring by reference; without arrays, only its place."""
+
+    offset: int
+    index: int
+    keys: mx.array | None = None
+    values: mx.array | None = None
+
+
+class WindowState:
+    """A sliding window: mlx_lm's `RotatingKVCache`, whose own `trim` is wrong once the ring has wrapped.
+
+    A write of two or more rows replaces the arrays by new ones in temporal order that hold window - 1 + width
+    rows, so dropping rejected rows off the tail is exact and the old arrays are a free checkpoint. A write of
+    one row overwrites, in place, the one row that no later position can see; undoing it moves the write position
+    back, and the next write covers or drops that slot.
+    """
+
+    needs_snapshot = True
+
+    def __init__(self, entry: RotatingKVCache) -> None:
+        self.entry = entry
+        self._before = _Ring(entry.offset, entry._idx)
+
+    def begin(self, width: int) -> None:
+        e = self.entry
+        arrays = (e.keys, e.values) if width > 1 else (None, None)
+        self._before = _Ring(e.offset, e._idx, *arrays)
+
+    def keep(self, count: int) -> None:
+        e, before = self.entry, self._before
+        drop = e.offset - before.offset - count
+        if drop and e.keys is not None and e.values is not None:
+            rows = e.keys.shape[2] - drop
+            e.keys, e.values = e.keys[..., :rows, :], e.values[..., :rows, :]
+            e.offset -= drop
+            e._idx = rows
+        self._before = _Ring(before.offset, before.index)  # frees the old ring
+
+    def abort(self) -> None:
+        e, before = self.entry, self._before
+        if e.offset == before.offset:
+            return  # the forward never reached this layer
+        if before.keys is not None or before.offset == 0:
+            e.keys, e.values, e._idx = before.keys, before.values, before.index
+        elif e.keys is not None:
+            e._idx = min(before.index, e.keys.shape[2])  # mlx_lm may have cut the ring to its window first
+        e.offset = before.offset
+
+    def release(self) -> None:
+        pass  # `keep` freed the old ring
+
+    def pending(self) -> list[mx.array]:
+        e = self.entry
+        return [] if e.keys is None or e.values is None else [e.keys, e.values]
+
+    def can_trim_to(self, length: int) -> bool:
+        return length == self.entry.offset or self.entry.is_trimmable()
+
+    def trim_to(self, length: int) -> None:
+        if length != self.entry.offset:
+            self.entry.trim(self.entry.offset - length)
+
+    def snapshot(self) -> RotatingKVCache:
+        return _copy(self.entry)
+
+    def restore(self, snapshot: RotatingKVCache, length: int) -> None:
+        self.entry.state = _copy(snapshot).state
+
+
+class Replay(Protocol):
+    """Brings a recurrent entry from its checkpoint to where `count` rows of the recorded block lead.
+
+    The adapters' replay runs the layer's own module again (reference); a kernel that wrote a tape while it verified
+    is another one.
+    """
+
+    def __call__(self, count: int) -> object: ...
+
+
+class RecurrentState:
+    """A state that its layer replaces at every step: gated delta rule, Mamba-2, short convolution.
+
+    mlx_lm puts new arrays into the entry and never writes into old ones, so references are a free checkpoint. To keep
+    part of a block its rows are replayed from there: `record` says how.
+    """
+
+    needs_snapshot = True
+
+    def __init__(self, entry: ArraysCache) -> None:
+        self.entry = entry
+        self._before = list(entry.cache)
+        self._width = 0
+        self._replay: Replay | None = None
+
+    def begin(self, width: int) -> None:
+        self._before, self._width, self._replay = list(self.entry.cache), width, None
+
+    def record(self, replay: Replay) -> None:
+        """The layer ran in this transaction; `replay(count)` leads to the state after its first `count` rows."""
+        self._replay = replay
+
+    def keep(self, count: int) -> None:
+        if count == self._width:
+            return  # what the forward left is what is kept; a later call with fewer starts from the checkpoint
+        if self._replay is None:
+            raise CacheStateError("A recurrent layer was not recorded in this block, so it cannot be cut back.")
+        self.entry.cache = list(self._before)
+        self._replay(count)
+
+    def abort(self) -> None:
+        self.entry.cache = list(self._before)
+
+    def release(self) -> None:
+        self._before, self._replay = [], None
+
+    def pending(self) -> list[mx.array]:
+        arrays: list[mx.array | None] = self.entry.cache  # type: ignore[assignment]
+        return [array for array in arrays if array is not None]
+
+    def can_trim_to(self, length: int) -> bool:
+        return False  # what a state has forgotten does not come back
+
+    def trim_to(self, length: int) -> None:
+        raise CacheStateError("A recurrent state cannot be cut back.")
+
+    def snapshot(self) -> ArraysCache:
+        return _copy(self.entry)
+
+    def restore(self, snapshot: ArraysCache, length: int) -> None:
+        self.entry.state = _copy(snapshot).state
+
+
+def _copy(entry: Any) -> Any:
+    """A cache entry of its own: what is written in place into one of the two is not seen by the other."""
+    return type(entry).from_state(tree_map(lambda a: mx.array(a) if isinstance(a, mx.array) else a, entry.state))
+
+
+_STATES: dict[type, Callable[..., LayerState]] = {
+    KVCache: AppendState,
+    QuantizedKVCache: AppendState,
+    RotatingKVCache: WindowState,
+    ArraysCache: RecurrentState,
+}
+
+
+def layer_states(entries: Sequence[object]) -> list[LayerState]:
+    """One state per mlx_lm cache entry.
+
+    Raises:
+        UnsupportedTarget: an entry's type has no exact rollback, or it holds a batch; the message names the entry.
+    """
+    states = []
+    for index, entry in enumerate(entries):
+        make = _STATES.get(type(entry))
+        if isinstance(entry, ArraysCache) and (entry.lengths is not None or entry.left_padding is not None):
+            raise UnsupportedTarget(
+                f"Cache entry {index} was prepared for a batch of padded prompts, and one prompt at a time is decoded "
+                "here. Make a fresh cache, or generate with mlx_lm."
+            )
+        if make is None:
+            raise UnsupportedTarget(
+                f"Cache entry {index} is a {type(entry).__name__}, for which no exact rollback is known "
+                f"(known: {', '.join(t.__name__ for t in _STATES)}). Rejected draft tokens would stay in it, so the "
+                "answer would change. Generate with mlx_lm, or add a LayerState to dflash_mlx/layer_state.py."
+            )
+        states.append(make(entry))
+    return states
+
+
+def positions_held(entries: Sequence[Any]) -> int:
+    """Positions that an mlx_lm cache list holds: those of its first attention layer (a recurrent one cannot say)."""
+    return next((entry.offset for entry in entries if isinstance(entry, _ATTENTION)), 0)
+
+
+_ATTENTION = (KVCache, QuantizedKVCache, RotatingKVCache)

@@ -1,0 +1,205 @@
+"""Turns on targets that cannot be cut back: snapshots make the next turn warm, and warm equals cold."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx import make_prompt_cache, stable_length, stream_generate
+from dflash_mlx.errors import CacheStateError
+from dflash_mlx.prompt_cache import SNAPSHOTS, Reuse
+from tests.conftest import byte_tokenizer, tiny_draft
+from tests.families import BY_NAME, prompt_of, reference, tiny
+
+DRAFT, TOKENIZER = tiny_draft(), byte_tokenizer()
+CANNOT_TRIM = ["llama-sliding", "qwen3_5", "gemma3_text", "lfm2"]
+
+
+def ask(cache, name: str, ids: list[int], count: int = 12, stable: int | None = None, **kwargs) -> list[int]:
+    reused = cache.reuse(ids, stable)
+    responses = stream_generate(
+        tiny(name), TOKENIZER, ids[reused:], count, DRAFT, prompt_cache=cache, mode="dflash", block_size=6, **kwargs
+    )
+    return [r.token for r in responses]
+
+
+@pytest.mark.parametrize("name", CANNOT_TRIM)
+def test_a_rewritten_answer_costs_only_what_was_rewritten(name: str) -> None:
+    """A template drops the reasoning of earlier turns: the user's message is not read again, only what follows it."""
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    user, opened = prompt_of(30), [250, 251]  # the template opens the answer with two tokens
+    answer = ask(cache, name, user + opened, stable=len(user))
+    turn = user + answer[5:] + prompt_of(9, seed=4)  # without the opening and the first five tokens
+    expected = reference(name, turn, 12)
+    assert ask(cache, name, turn, stable=len(turn) - 2) == expected
+    assert cache.last_reuse == Reuse(len(user), 0)
+    assert cache.context.length == cache.cache.length == len(turn) + 11
+
+
+@pytest.mark.parametrize("name", CANNOT_TRIM)
+def test_the_same_prompt_again_computes_one_token(name: str) -> None:
+    """Regenerate."""
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    prompt = prompt_of(30)
+    first = ask(cache, name, prompt)
+    for _ in range(3):
+        assert ask(cache, name, prompt) == first
+        assert cache.last_reuse == Reuse(29, 0)
+
+
+@pytest.mark.parametrize("name", CANNOT_TRIM)
+def test_an_edited_message_goes_back_to_the_turn_before(name: str) -> None:
+    """And the drafts after it are those of a cold run."""
+    cache, said, ends = make_prompt_cache(tiny(name), DRAFT), list[int](), list[int]()
+    for seed in range(3):
+        said = said + prompt_of(20, seed=seed)
+        ends.append(len(said) - 1)
+        said = said + ask(cache, name, said)
+    edited = said[: ends[1] + 1] + prompt_of(7, seed=9)
+    cold = make_prompt_cache(tiny(name), DRAFT)
+    runs = []
+    for c in (cache, cold):
+        reused = c.reuse(edited)
+        runs.append(
+            list(stream_generate(tiny(name), TOKENIZER, edited[reused:], 12, DRAFT, prompt_cache=c, mode="dflash"))
+        )
+    assert cache.last_reuse == Reuse(ends[1], 1)
+    assert [r.token for r in runs[0]] == [r.token for r in runs[1]] == reference(name, edited, 12)
+    assert runs[0][-1].stats.histogram == runs[1][-1].stats.histogram
+    assert runs[0][0].cached_tokens == ends[1] and runs[1][0].cached_tokens == 0
+    assert runs[0][0].recomputed_tokens == 1 and runs[1][0].recomputed_tokens == 0
+
+
+def test_targets_that_can_be_cut_back_take_no_snapshots() -> None:
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    ask(cache, "llama", prompt_of(30), stable=10)
+    assert cache.snapshots == []
+
+
+def test_snapshots_are_bounded_and_their_bytes_are_counted() -> None:
+    """A long chat does not collect a recurrent state per turn."""
+    cache, said, sizes = make_prompt_cache(tiny("qwen3_5"), DRAFT), list[int](), list[int]()
+    for seed in range(8):
+        said = said + prompt_of(6, seed=seed)
+        said = said + ask(cache, "qwen3_5", said, 4, stable=len(said) - 2)
+        assert len(cache.snapshots) <= SNAPSHOTS
+        sizes.append(cache.nbytes)
+    assert cache.snapshots == sorted(cache.snapshots)
+    growth = sizes[-1] - sizes[4]
+    kv_of_a_token = 2 * 2 * 16 * 4 + DRAFT.config.num_layers * 2 * 2 * 16 * 4
+    assert growth <= 3 * 10 * kv_of_a_token + 256 * kv_of_a_token  # caches grow in steps of 256 rows
+
+
+@pytest.mark.parametrize("name", ["llama-sliding", "qwen3_5"])
+def test_a_snapshot_is_not_written_through(name: str) -> None:
+    """mlx writes rows of a ring in place: a snapshot that shared them would change under our feet."""
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    ask(cache, name, prompt_of(30), 2)
+    place = cache.places[-1]
+    before = [mx.array(a) for layer in place.target.layers if layer for a in arrays_of(layer)]
+    mx.eval(before)
+    ask(cache, name, [*cache.tokens, 3], 40)
+    after = [a for layer in place.target.layers if layer for a in arrays_of(layer)]
+    assert len(before) >= 2 and all(mx.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def arrays_of(entry) -> list[mx.array]:
+    from mlx.utils import tree_flatten
+
+    return [a for _, a in tree_flatten(entry.state) if isinstance(a, mx.array)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(CANNOT_TRIM),
+    st.lists(
+        st.tuples(st.integers(0, 80), st.integers(1, 12), st.integers(1, 9), st.integers(0, 12), st.integers(3, 40)),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_any_conversation_equals_cold_runs(name: str, turns: list[tuple[int, int, int, int, int]]) -> None:
+    """Keep a prefix of what was said, add new tokens, answer for a while; borders anywhere, any prefill step."""
+    cache, said = make_prompt_cache(tiny(name), DRAFT), list[int]()
+    for index, (keep, new, count, back, step) in enumerate(turns):
+        ids = said[:keep] + prompt_of(new, seed=100 + index)
+        got = ask(cache, name, ids, count, stable=max(len(ids) - back, 0), prefill_step_size=step)
+        assert got == reference(name, ids, count)
+        said = ids + got
+        assert cache.tokens == said
+        assert cache.context.length == cache.cache.length == len(said) - 1
+        assert all(length <= cache.cache.length for length in cache.snapshots)
+
+
+def test_a_second_request_on_a_cache_that_is_in_use_is_refused() -> None:
+    """Two at once would write into each other."""
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    first = stream_generate(tiny("llama"), TOKENIZER, prompt_of(9), 20, DRAFT, prompt_cache=cache)
+    second = stream_generate(tiny("llama"), TOKENIZER, prompt_of(9), 20, DRAFT, prompt_cache=cache)
+    next(first)
+    for attempt in (lambda: next(second), lambda: cache.reuse([1, 2])):
+        with pytest.raises(CacheStateError, match="A request is still running on this prompt cache"):
+            attempt()
+    rest = [r.token for r in first]
+    assert len(rest) == 19
+    assert cache.reuse(prompt_of(9)) == 8
+
+
+def test_a_border_outside_the_prompt_is_refused() -> None:
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    with pytest.raises(ValueError, match=r"`stable` has to be in 0\.\.3, the length of `ids`, got 4"):
+        cache.reuse([1, 2, 3], 4)
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+def test_the_stable_part_of_a_prompt_ends_where_the_template_opens_the_answer() -> None:
+    """A template that drops old reasoning and opens new one: only the marker of the role survives."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    messages = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    stable = stable_length(tokenizer, messages, ids)
+    assert tokenizer.decode(ids[:stable]) == "<user>hello\n<assistant>"
+    answer = tokenizer.encode("hm</think>hi", add_special_tokens=False)
+    later = [*messages, {"role": "assistant", "content": tokenizer.decode(answer)}, {"role": "user", "content": "more"}]
+    turn = tokenizer.apply_chat_template(later, add_generation_prompt=True)
+    assert turn[:stable] == ids[:stable] and turn[: stable + 1] != ids[: stable + 1]
+
+
+def test_a_template_that_refuses_a_further_turn_has_no_stable_part() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}x"
+    messages = [{"role": "user", "content": "hello"}]
+    assert stable_length(tokenizer, messages, tokenizer.apply_chat_template(messages)) == 0
+
+
+def test_a_chat_whose_template_drops_old_reasoning_reuses_the_users_turns() -> None:
+    """Two turns through a template, on a hybrid: at least the part before the last answer is kept, warm equals cold."""
+    name, tokenizer = "qwen3_5", byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    cache, messages, border = make_prompt_cache(tiny(name), DRAFT), [], 0
+    for text in ("hello there", "and now?", "once more"):
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        stable = stable_length(tokenizer, messages, ids)
+        got = ask(cache, name, ids, 15, stable=stable)
+        assert got == reference(name, ids, 15)
+        if len(messages) > 1:
+            assert cache.last_reuse.reused >= border, "everything up to the last answer"
+        border = stable
+        messages.append({"role": "assistant", "content": tokenizer.decode([t % 128 for t in got]) + "</think>ok"})
+
+
+def test_snapshots_exist_for_every_family_that_needs_them() -> None:
+    for name, family in BY_NAME.items():
+        cache = make_prompt_cache(tiny(name))
+        list(stream_generate(tiny(name), TOKENIZER, prompt_of(9), 2, prompt_cache=cache))
+        assert bool(cache.snapshots) == any(state.needs_snapshot for state in cache.cache.states), family.name
