@@ -217,8 +217,8 @@ def _target_notes(target: Target, speculates: bool) -> tuple[str, ...]:
     notes = [] if target.spec.note is None else [target.spec.note]
     if speculates and target.spec.width_dependent:
         notes.append(
-            f"{target.spec.model_type} computes a block in another form than single tokens, so at a near-tie the answer "
-            "may differ from plain decoding; mode='plain' is plain decoding"
+            f"{target.spec.model_type} computes a block in another form than single tokens, so at a near-tie the "
+            "answer may differ from plain decoding; mode='plain' is plain decoding"
         )
     return tuple(notes)
 
