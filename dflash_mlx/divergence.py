@@ -154,29 +154,25 @@ class _Place:
     def verdict(self, most: float) -> Divergence:
         """most: that rounding can move the logits; standard deviation of the moves over that of the logits."""
         logits, pair = self.logits.astype(mx.float32), mx.array([self.expected, self.got])
-        moves = self.blocks.astype(mx.float32) - logits  # [W, V]
+        finite = mx.isfinite(logits)  # a model may rule ids out
+        moves = mx.where(finite, self.blocks.astype(mx.float32) - logits, 0.0)  # [W, V]
         rounding = _number(mx.abs(moves[:, pair]).max())
-        spread = _number(mx.std(moves, axis=-1).max() / mx.std(logits))
+        spread = _number(mx.std(moves, axis=-1).max() / mx.std(mx.where(finite, logits, 0.0)))
         rows = log_probs(self.logits).astype(mx.float32)  # [V]
         last_place = self._last_place(mx.concatenate([rows[pair], logits[pair]]))
         slack = rounding + last_place if mx.any(moves != 0).item() else 0.0
         scores = self.score(rows)
         gap = _number(scores[self.expected] - scores[self.got])
         kind: Kind = "bug"
-        apart = (
-            f"they are {gap:.3g} apart in log-probability" if math.isfinite(gap) else "a filter leaves one of them out"
-        )
         moved = f"blocks move their logits by up to {rounding:.3g}"
         if not spread <= most:
             why = f"blocks move the logits by {spread:.2g} of their spread, and rounding by less than {most:.2g}"
         elif not self._chosen(rows, self.expected, slack):
             why = f"single-token steps of the model do not choose the expected one either; {moved}"
         elif not self._chosen(rows, self.got, slack):
-            why = f"{apart}, and {moved}, which is too little"
+            why = f"{_apart(gap)}, and {moved}, which is too little"
         else:
-            kind, why = "near-tie", f"{apart}, and {moved}, so rounding decides"
-            if gap == 0:
-                why = "they are equally likely, so rounding decides"
+            kind, why = "near-tie", f"{_apart(gap)}, and {moved}, so rounding decides"
         text = f"After {self.index} equal tokens {self.expected} was expected and {self.got} got: {why}."
         return Divergence(kind, self.index, _finite(gap), _finite(rounding), self.expected, self.got, text)
 
@@ -196,6 +192,12 @@ class _Place:
             if (scores[token] >= scores.max()).item():
                 return True
         return False
+
+
+def _apart(gap: float) -> str:
+    if gap == 0:
+        return "they are equally likely"
+    return f"they are {gap:.3g} apart in log-probability" if math.isfinite(gap) else "a filter leaves one of them out"
 
 
 def _number(value: mx.array) -> float:

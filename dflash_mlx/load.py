@@ -156,6 +156,12 @@ def _path(value: str | Path | None) -> Path | None:
 
 
 def _load_model(folder: Path, name: str, model_config: dict[str, Any] | None, lazy: bool) -> tuple[nn.Module, dict]:
+    config = _json(folder / "config.json")
+    if "dflash_config" in config or any("DFlash" in str(each) for each in config.get("architectures") or ()):
+        raise CheckpointError(
+            f"{name} is a DFlash draft, which has no embedding and no head of its own, so it cannot run alone. Load the "
+            "target that it was trained for, and pass this as its draft (`draft=`, on the command line --draft)."
+        )
     try:
         return mlx_lm_utils.load_model(folder, lazy, model_config=model_config)
     except FileNotFoundError as error:
@@ -175,13 +181,19 @@ def _end_tokens(folder: Path) -> list[int] | None:
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # config.json has been read by mlx_lm, the other one need not be there
-            continue
+        content = _json(folder / name)
         for ids in (content.get("eos_token_id"), (content.get("text_config") or {}).get("eos_token_id")):
             found |= {ids} if isinstance(ids, int) else set(ids or ())
     return sorted(found) or None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file that need not be there; mlx_lm says what is wrong with one that has to."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _load_draft(

@@ -159,7 +159,7 @@ def test_an_exact_tie_in_bfloat16_is_a_near_tie_without_any_rounding() -> None:
     rival = first if second == token else second
     found = compare(model, prompt, tokens, [*tokens[:-1], rival])
     assert (found.kind, found.index, found.gap, found.rounding) == ("near-tie", len(tokens) - 1, 0.0, 0.0)
-    assert "equally likely" in found.explanation
+    assert "they are equally likely" in found.explanation
     worse = int(mx.argsort(rows)[-3].item())
     assert compare(model, prompt, tokens, [*tokens[:-1], worse]).kind == "bug"
 
@@ -367,8 +367,28 @@ class Table(nn.Module):
         self._moves = sum((mx.where(ids == token, by, 0.0) for token, by in moves.items()), mx.zeros(logits.size))
 
     def __call__(self, ids: mx.array, cache: list | None = None) -> mx.array:
-        rows = self._logits + self._moves if ids.shape[1] > 1 else self._logits
+        rows = self._logits + self._moves.astype(self._logits.dtype) if ids.shape[1] > 1 else self._logits
         return mx.broadcast_to(rows, (*ids.shape, rows.size))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_where_anything_rounds_apart_one_unit_in_the_last_place_is_near(dtype: mx.Dtype) -> None:
+    """The blocks that are measured may miss the move that happened; where no logit moves there was none to miss."""
+    unit = mx.finfo(dtype).eps * 8  # between 8 and 16
+    for units, near in ((1, True), (2, True), (3, False), (8, False)):
+        rows = mx.array([12.0, 12.0 - units * unit, *[-12.0] * 62]).astype(dtype)
+        found = compare(Table(rows, {9: unit}), [1], [0], [1])
+        assert found.rounding == 0.0 < found.gap and found.kind == ("near-tie" if near else "bug"), found
+        assert compare(Table(rows, {}), [1], [0], [1]).kind == "bug"
+
+
+def test_ids_that_a_model_rules_out_do_not_spoil_the_measurement() -> None:
+    """Minus infinity minus itself is no number, and would make every difference a bug."""
+    rows = mx.array([2.0, 2.0 - 1e-6, -1.0, -math.inf])
+    table = Table(rows, {1: 1e-6})
+    assert compare(table, [1], [0], [1]).kind == "near-tie"
+    found = compare(table, [1], [0], [3])
+    assert (found.kind, found.gap, found.rounding) == ("bug", None, 0.0)
 
 
 HALF = 5e-4  # the candidates, or a candidate and the border of a filter, are this far apart; blocks move twice that

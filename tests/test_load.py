@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -140,6 +142,46 @@ def test_a_failed_fetch_says_what_to_do(error: Exception, message: str, monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(FetchError, match=message):
         load("org/model", blas="off")
+
+
+def test_a_draft_where_a_model_is_expected_says_how_to_use_it(tmp_path: Path, capsys) -> None:
+    """Through Python, the command line and the chat; not "missing parameters: embed_tokens"."""
+    from dflash_mlx.cli import generate_main
+
+    folder = str(draft_folder(tmp_path / "draft"))
+    message = "is a DFlash draft, which has no embedding"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, blas="off")
+    assert generate_main(["--model", folder, "--draft", "none", "--blas", "off", "--prompt", "x"]) == 1
+    assert message in capsys.readouterr().err
+    chat = [
+        sys.executable,
+        "-m",
+        "dflash_mlx.chat",
+        "--model",
+        folder,
+        "--draft",
+        "none",
+        "--blas",
+        "off",
+        "--print",
+        "x",
+    ]
+    done = subprocess.run(chat, capture_output=True, text=True)
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_model_where_a_draft_is_expected_says_how_to_use_it(tmp_path: Path, capsys) -> None:
+    from dflash_mlx.cli import generate_main
+
+    path = target_folder(tmp_path / "target") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
+    folder = str(path.parent)
+    message = "If this is an ordinary language model, use it with mlx_lm's own speculative decoding"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, draft=folder, blas="off")
+    assert generate_main(["--model", folder, "--draft", folder, "--blas", "off", "--prompt", "x"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_repository_says_so() -> None:

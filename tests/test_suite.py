@@ -23,14 +23,14 @@ from tests.covering import Product, Rule
 from tests.families import BY_NAME, FAMILIES, PROBED, SAME_TOKENS, SCRIPTS, Script, ScriptedProposer, prompt_of
 from tests.plain import Plain, check_close, check_rows, loose, plain_run
 
-BLOCKS = (2, 3, 4, 8, 16)
+BLOCKS = (1, 2, 3, 4, 8, 16)
 TAPS = (0, 2)
 COUNT = 44  # tokens of a baseline; more than two windows
 NEW = [7, 8, 9]  # what the second turn adds
 
 # How a case ends: at a budget, at a stop token in a certain place of its cycle, or by a caller who leaves.
-BUDGETS = {"budget-1": 1, "budget-2": 2, "budget-3": 3, "budget-18": 18, "budget-41": 41}
-STOPS = ("stop-prefill", "stop-first", "stop-middle", "stop-last", "stop-correction", "stop-bonus")
+BUDGETS = {"budget-1": 1, "budget-2": 2, "budget-18": 18, "budget-41": 41}
+STOPS = ("stop-prefill", "stop-first", "stop-middle", "stop-last", "stop-correction", "stop-bonus", "stop-alone")
 LEAVES = ("leave-none", "leave-one", "leave-all-but-one")
 ENDS = (*BUDGETS, *STOPS, *LEAVES)
 
