@@ -7,11 +7,10 @@ DFLASH_BLAS=off is --blas off; the library reads none but XDG_CACHE_HOME.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.templates import render
 
 if TYPE_CHECKING:
-    from dflash_mlx.divergence import Divergence
     from dflash_mlx.generate import GenerationResponse
 
 INTERRUPTED = 130
@@ -72,6 +70,14 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     checking = "decode again without drafts and compare; costs a plain decoding (at a temperature: --rule match --seed)"
     parser.add_argument("--check", action="store_true", help=checking)
+    deciding = "greedy: decide near-ties again one token at a time, as plain decoding does"
+    parser.add_argument("--exact", action="store_true", help=deciding)
+    group = parser.add_argument_group("memory")
+    group.add_argument("--kv-bits", type=int, help="quantise keys and values of attention layers: 8 or 4, say")
+    group.add_argument("--kv-group-size", type=int, default=64, help="values that share a scale (default 64)")
+    group.add_argument("--quantized-kv-start", type=int, default=5000, help="positions from which on (default 5000)")
+    keeping = "continue from this .safetensors file where the prompt begins alike, and write it back"
+    group.add_argument("--prompt-cache", type=Path, metavar="FILE", help=keeping)
     add_model_arguments(parser)
     add_sampling_arguments(parser, 256)
     return parser
@@ -126,78 +132,9 @@ def guarded(run: Any) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt)
-    from dflash_mlx.cpu import prefill_step_size
-    from dflash_mlx.divergence import check
-    from dflash_mlx.generate import encode, stream_generate
-    from dflash_mlx.load import load
-    from dflash_mlx.options import Options
-    from dflash_mlx.report import as_json, summary_lines
-    from dflash_mlx.sampling import SamplingPolicy
-    from dflash_mlx.stops import StopStrings
+    from dflash_mlx.generate_command import run
 
-    step = args.prefill_step_size if args.prefill_step_size is not None else prefill_step_size()
-    Options(max_tokens=args.max_tokens, prefill_step_size=step, block_size=args.block_size)  # before any model loads
-    StopStrings(args.stop)
-    policy = SamplingPolicy(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
-    if args.check and not policy.greedy and (args.rule != "match" or args.seed is None):
-        raise ValueError(
-            "`--check` compares tokens with plain decoding, and sampled text is that of plain decoding only with "
-            "`--rule match` and a `--seed`. Pass both, or --temp 0."
-        )
-    with LoadingBar() as bar:
-        draft_name = None if args.draft == "none" else args.draft
-        model, tokenizer, draft = load(
-            args.model, draft=draft_name, dtype=args.dtype, blas=args.blas, gguf=args.gguf, progress=bar
-        )
-    ids = encode(tokenizer, chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw, thinking=args.think))
-    request = dict(max_tokens=args.max_tokens, prefill_step_size=step, stop=args.stop)
-    responses = stream_generate(
-        model,
-        tokenizer,
-        ids,
-        draft_model=draft,
-        sampler=policy,
-        block_size=args.block_size,
-        mode=args.mode,
-        rule=args.rule,
-        **request,
-    )
-    text, tokens, last, status = "", list[int](), None, 0
-    try:
-        for last in responses:
-            text += last.text
-            tokens.append(last.token)
-            if not args.json:
-                print(printable(last.text), end="", flush=True)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    if last is None:
-        raise KeyboardInterrupt
-    finish = "interrupted" if status else last.finish_reason
-    lines, found, cut = summary_lines(last), None, bool(status)
-    if not args.json:
-        print(flush=True)
-    if args.check and not cut:
-        found, status = _checked(lambda: check(model, tokenizer, ids, tokens, policy=policy, **request), lines)
-    if args.json:
-        json.dump(as_json(last, text, tokens, finish, found), sys.stdout, ensure_ascii=False)
-        print(flush=True)
-    print_summary(last, lines, interrupted=cut)
-    return status
-
-
-def _checked(check: Callable[[], Divergence], lines: list[str]) -> tuple[Divergence | None, int]:
-    """Compare with plain decoding and add the line that says so: what was found, and the exit status."""
-    from dflash_mlx.report import check_line
-
-    start = time.perf_counter()
-    try:
-        found = check()
-    except KeyboardInterrupt:
-        lines.append("not checked against plain decoding: interrupted")
-        return None, INTERRUPTED
-    lines.append(check_line(found, time.perf_counter() - start))
-    return found, int(found.kind == "bug")
+    return run(args, prompt)
 
 
 def chat_ids(

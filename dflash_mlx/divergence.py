@@ -105,8 +105,9 @@ def check(
 ) -> Divergence:
     """Decode the same request plainly, up to the first difference, and compare `tokens` with that.
 
-    `request`: what else `stream_generate` was given (`max_tokens`, `stop`). Costs a plain decoding.
+    `request`: what else `stream_generate` was given (`max_tokens`, `stop`, `kv_bits`, ...). Costs a plain decoding.
     """
+    kept = {name: request[name] for name in ("kv_bits", "kv_group_size", "quantized_kv_start") if name in request}
     expected = list[int]()
     responses = stream_generate(
         model, tokenizer, prompt, mode="plain", sampler=policy, prefill_step_size=prefill_step_size, **request
@@ -116,7 +117,7 @@ def check(
             expected.append(response.token)
             if list(tokens[index : index + 1]) != [response.token]:
                 break
-    return compare(model, prompt, expected, tokens, policy=policy, decoding=Decoding(prefill_step_size))
+    return compare(model, prompt, expected, tokens, policy=policy, decoding=Decoding(prefill_step_size, **kept))
 
 
 def _of_equal_tokens(expected: Sequence[int], got: Sequence[int]) -> Divergence:

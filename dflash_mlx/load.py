@@ -159,8 +159,8 @@ def _load_model(folder: Path, name: str, model_config: dict[str, Any] | None, la
     config = _json(folder / "config.json")
     if "dflash_config" in config or any("DFlash" in str(each) for each in config.get("architectures") or ()):
         raise CheckpointError(
-            f"{name} is a DFlash draft, which has no embedding and no head of its own, so it cannot run alone. Load the "
-            "target that it was trained for, and pass this as its draft (`draft=`, on the command line --draft)."
+            f"{name} is a DFlash draft, which has no embedding and no head of its own, so it cannot run alone. Load "
+            "the target that it was trained for, and pass this as its draft (`draft=`, on the command line --draft)."
         )
     try:
         return mlx_lm_utils.load_model(folder, lazy, model_config=model_config)

@@ -5,28 +5,50 @@ Definitions: `dflash_mlx.stats`, and for `check` `dflash_mlx.divergence`. Unknow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_mlx.divergence import Divergence
     from dflash_mlx.generate import GenerationResponse
+    from dflash_mlx.segments import Segment, Segments
 
 
-def as_json(
-    last: GenerationResponse,
-    text: str,
-    tokens: Sequence[int],
-    finish_reason: str | None,
-    check: Divergence | None = None,
-) -> dict[str, Any]:
-    """The JSON object of one request, from its last response; check: its comparison with plain decoding, if made."""
+@dataclass
+class Answer:
+    """What the responses of one request amount to, collected one by one."""
+
+    segments: Segments
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    parts: list[Segment] = field(default_factory=list)
+
+    def add(self, response: GenerationResponse) -> None:
+        self.text += response.text
+        self.tokens.append(response.token)
+        self.parts += self.segments.feed(response.text)
+
+    def finish(self, reason: str | None) -> None:
+        self.finish_reason = reason
+        self.parts += self.segments.finish()
+
+    def of(self, kind: str) -> list[str]:
+        """The texts of this kind."""
+        return [part.text for part in self.parts if part.kind == kind]
+
+
+def as_json(last: GenerationResponse, answer: Answer, check: Divergence | None = None) -> dict[str, Any]:
+    """The JSON object of one request; last: its last response, check: its comparison with plain decoding, if made."""
     stats, timings = last.stats, last.timings
     return {
-        "text": text,
-        "tokens": list(tokens),
-        "finish_reason": finish_reason,
+        "text": answer.text,
+        "reasoning": "".join(answer.of("reasoning")) or None,
+        "answer": "".join(answer.of("answer")),
+        "tool_calls": answer.of("tool_call"),
+        "unfinished": answer.segments.unfinished,
+        "tokens": answer.tokens,
+        "finish_reason": answer.finish_reason,
         "mode": last.mode,
         "notes": list(last.notes),
         "prompt_tokens": last.prompt_tokens,

@@ -22,7 +22,8 @@ KEYS = {
     *("text", "tokens", "finish_reason", "mode", "notes", "prompt_tokens", "generation_tokens"),
     *("prefill_s", "ttft_s", "decode_s", "total_s", "prompt_tps", "decode_tps", "request_tps"),
     *("cycles", "drafted", "accepted", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb", "check"),
+    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb", "check", "rechecked"),
+    *("reasoning", "answer", "tool_calls", "unfinished", "cached_tokens", "recomputed_tokens", "plain_steps"),
 }
 CHECK_KEYS = {"kind", "index", "gap", "rounding", "expected_token", "got_token", "explanation"}
 
@@ -58,6 +59,55 @@ def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], 
     assert result["total_s"] >= result["ttft_s"] >= result["prefill_s"] > 0
     assert abs(result["total_s"] - result["prefill_s"] - result["decode_s"]) < 0.01
     assert result["check"] is None
+
+
+def test_json_splits_reasoning_answer_and_tool_calls() -> None:
+    """A script need not know the markers."""
+    from types import SimpleNamespace
+
+    from dflash_mlx.report import Answer
+    from dflash_mlx.segments import Markers, Segments
+
+    markers = Markers("<think>", "</think>", "<tool_call>", "</tool_call>")
+    answer = Answer(Segments(markers))
+    for piece in ("<thi", "nk>hm</th", "ink>So: <tool_", "call>{}</tool_call> done"):
+        answer.add(SimpleNamespace(text=piece, token=1))
+    answer.finish("stop")
+    assert answer.of("reasoning") == ["hm"] and answer.of("tool_call") == ["{}"]
+    assert "".join(answer.of("answer")) == "So:  done" and answer.tokens == [1] * 4
+
+
+def test_exact_and_quantised_keys_reach_the_request(models: list[str], capsys) -> None:
+    assert generate_main([*models, "--prompt", "hello", "--max-tokens", "20", "--exact", "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["check"]["kind"] == "identical"
+    for extra, message in (
+        (["--exact", "--temp", "1"], "`exact` is for greedy decoding"),
+        (["--kv-bits", "7"], "`kv_bits` has to be one of"),
+        (["--kv-bits", "8"], "`kv_bits` 8 in groups of 64 is not honoured for this llama target"),
+    ):
+        assert generate_main([*models, "--prompt", "hello", *extra]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_prompt_cache_file_saves_the_common_beginning(models: list[str], capsys, tmp_path) -> None:
+    """Two questions on one long text: the text is read once, and the answer is that of a cold run."""
+    path, text = tmp_path / "text.safetensors", "a long text. " * 20
+    run = [*models, "--raw", "--max-tokens", "12", "--json"]
+    first = json.loads(_out(capsys, [*run, "--prompt", text + "one?", "--prompt-cache", str(path)]))
+    warm = json.loads(_out(capsys, [*run, "--prompt", text + "two?", "--prompt-cache", str(path)]))
+    cold = json.loads(_out(capsys, [*run, "--prompt", text + "two?"]))
+    assert first["cached_tokens"] == 0 and warm["cached_tokens"] == len(text)
+    assert warm["tokens"] == cold["tokens"] and warm["acceptance_histogram"] == cold["acceptance_histogram"]
+    path.write_bytes(path.read_bytes()[:1000])
+    assert generate_main([*run, "--prompt", "x", "--prompt-cache", str(path)]) == 1
+    assert "cannot be used as a prompt cache" in capsys.readouterr().err
+    assert generate_main([*run, "--prompt", "x", "--prompt-cache", str(path), "--check"]) == 1
+    assert "Leave one of the two out" in capsys.readouterr().err
+
+
+def _out(capsys, argv: list[str]) -> str:
+    assert generate_main(argv) == 0
+    return capsys.readouterr().out
 
 
 def test_unknown_is_null(models: list[str], capsys) -> None:
@@ -136,7 +186,7 @@ def test_an_interrupt_keeps_the_text_so_far(models: list[str], capsys, monkeypat
             yield next(responses)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["dflash_mlx.generate"], "stream_generate", interrupted)
+    monkeypatch.setattr("dflash_mlx.generate_command.stream_generate", interrupted)
     assert generate_main([*models, "--prompt", "hello", "--json"]) == INTERRUPTED
     result = json.loads(capsys.readouterr().out)
     assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 6

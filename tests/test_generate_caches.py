@@ -305,3 +305,28 @@ def test_a_closed_cache_says_why() -> None:
     cache.cache.closed = "because."
     with pytest.raises(dflash_mlx.DFlashError, match=r"because\."):
         stream("llama", byte_tokenizer(), prompt_cache=cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_the_second_turn_drafts_as_a_cold_run_does(name: str, tokenizer) -> None:
+    """Reuse works with the draft on: only new tokens are read, and acceptance is that of a fresh process."""
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    said = PROMPT + [r.token for r in stream(name, tokenizer, max_tokens=20, prompt_cache=cache)]
+    turn = said + prompt_of(6, seed=8)
+    reused = cache.reuse(turn)
+    warm = list(stream(name, tokenizer, turn[reused:], max_tokens=40, prompt_cache=cache))
+    cold = list(stream(name, tokenizer, turn, max_tokens=40))
+    assert warm[-1].timings.prompt_tokens == 7
+    assert [r.token for r in warm] == [r.token for r in cold] == reference(name, turn, 40)
+    assert warm[-1].stats == cold[-1].stats
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_prompt_and_answer_may_outgrow_the_drafts_window(name: str, length: int, tokenizer) -> None:
+    """A window of 16 in a draft of blocks of 16, crossed by the prompt or inside a block: no crash, plain's tokens."""
+    draft = tiny_draft(5, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+    prompt = prompt_of(length, seed=2)
+    for block in (4, 16):
+        responses = stream(name, tokenizer, prompt, max_tokens=40, draft_model=draft, block_size=block)
+        assert [r.token for r in responses] == reference(name, prompt, 40)

@@ -23,7 +23,7 @@ LAYERS = [
     {"request", "load", "report"},
     {"generate"},
     {"divergence"},
-    {"cli"},
+    {"cli", "generate_command"},
     {"app"},
     {"chat"},
     {"__main__"},

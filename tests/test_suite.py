@@ -178,9 +178,7 @@ def check(case: Case) -> None:
     turn = plain_run(case.name, said + NEW, 12, case.dtype)
     proposer = ScriptedProposer(turn.tokens, SCRIPTS[case.script], TAPS)
     proposer.observed = session.proposer.observed  # type: ignore[attr-defined]
-    second = Session(
-        session.target, session.cache, proposer, session.decider, session.schedule, tokens=session.tokens
-    )
+    second = Session(session.target, session.cache, proposer, session.decider, session.schedule, tokens=session.tokens)
     run(second, turn, Ending(12, 12), case, new=NEW)
     check_session(second, turn, case)
 
@@ -195,9 +193,7 @@ def pick(ways: Sequence[Ending], tokens: Sequence[int]) -> Ending:
 def run(session: Session, plain: Plain, ending: Ending, case: Case, new: Sequence[int] | None = None) -> None:
     """Decode to the ending; every commit is the one that follows from the script."""
     stop = {plain.tokens[ending.delivered - 1], 999} if ending.stop else ()
-    commits = decode(
-        session, new or plain.prompt, max_tokens=ending.budget, stop=stop, prefill_step_size=case.step
-    )
+    commits = decode(session, new or plain.prompt, max_tokens=ending.budget, stop=stop, prefill_step_size=case.step)
     stats = Stats(emitted=1)
     for cycle in [None, *cycles_of(SCRIPTS[case.script], case.block, ending.budget)]:
         start, end = (0, 1) if cycle is None else (cycle.start, cycle.stop)

@@ -85,7 +85,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         seen.append(prompt)
         return stream_generate(model, tokenizer, prompt, *args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["dflash_mlx.generate"], "stream_generate", recording)
+    monkeypatch.setattr("dflash_mlx.generate_command.stream_generate", recording)
     monkeypatch.setattr("dflash_mlx.stream_generate", recording)
     return seen
 

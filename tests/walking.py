@@ -1,12 +1,12 @@
-"""Random walks over one prompt cache: whatever happened to it, the next answer is that of a cold run.
+"""Operations on a prompt cache, and walks over them that know what it has to hold.
 
-An operation is a turn (blocks of any width, spoiled at any depth; left, broken off or cancelled anywhere), a cut, or a
-forward that is thrown away. After each one tokens, lengths, keys, values, states and the draft's context are those of
-a run that was only ever given what is held.
+`Walk` compares with cold runs of mlx_lm; `QuantizedWalk`, where what is held depends on how it came to be, with
+mlx_lm over a cache that has the same history.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as make_entries
 
@@ -31,10 +30,12 @@ from dflash_mlx.options import Options
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers import Proposer
 from dflash_mlx.request import plan
+from dflash_mlx.rounding import Decoding
 from dflash_mlx.targets import target_for
 from tests.conftest import tiny_draft
-from tests.families import BY_NAME, SAME_TOKENS, VOCAB, prompt_of, reference, tiny
-from tests.plain import check_close, check_rows, loose, prefilled
+from tests.families import VOCAB, prompt_of, reference, tiny
+from tests.plain import check_close, check_rows, loose, prefilled, visible
+from tests.test_quantized_kv import wide
 
 WINDOW = 8  # of the draft's sliding layer
 ENDLESS = 1000
@@ -320,50 +321,64 @@ class Walk:
                 check_close(a, b[:, :, b.shape[2] - ours.rows :], tolerance, f"context {index} at {len(ids)}")
 
 
-def a_turn() -> st.SearchStrategy[Turn]:
-    never = st.none()
-    return st.builds(
-        Turn,
-        back=st.just(0) | st.integers(0, 45),
-        new=st.integers(0, 25),
-        step=st.sampled_from((64, 7, 3, 1)),
-        stable=never | st.integers(0, 12),
-        cycles=st.lists(st.tuples(st.sampled_from((1, 2, 3, 5, 8, 16)), st.integers(0, 15)), max_size=5).map(tuple),
-        mode=st.sampled_from(("dflash", "dflash", "plain")),
-        taken=never | st.integers(0, 6),
-        broken=never | never | st.integers(0, 6),
-        cancelled=never | never | never | st.integers(0, 4),
-    )
+class QuantizedWalk(Walk):
+    """With quantised keys, which depend on how they came to be: the oracle is mlx_lm over a cache with that history.
 
+    Its cache, the twin, is fed as plain decoding feeds it: a prompt in the same chunks, then token by token.
+    """
 
-WALKS = st.lists(
-    a_turn()
-    | a_turn()
-    | st.builds(Cut, st.integers(0, 45))
-    | st.builds(Abort, st.integers(1, 16), st.none() | st.integers(0, 6)),
-    min_size=2,
-    max_size=6,
-)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        q = self.quantization = KVQuantization(bits=4, group_size=64, start=30)
+        self.decoding = Decoding(kv_bits=q.bits, kv_group_size=q.group_size, quantized_kv_start=q.start)
+        self.twin, self.fed = make_entries(self.model), 0
+        self._chunks: list[int] = []  # where those of the latest prompt end
+        self._states: dict[int, dict[int, ArraysCache]] = {}  # recurrent entries at those places
 
+    def build(self) -> nn.Module:
+        return wide(self.name, self.dtype)
 
-def kind(name: str) -> str:
-    if any(isinstance(entry, ArraysCache) for entry in make_entries(tiny(name))):
-        return "recurrent"
-    return "sliding" if BY_NAME[name].window else "full"
+    def reuse(self, ids: list[int], stable: int | None = None) -> int:
+        reused = super().reuse(ids, stable)
+        recurrent = any(isinstance(entry, ArraysCache) for entry in self.twin)
+        if recurrent and reused == 0:
+            self.twin = make_entries(self.model)
+        elif reused < self.fed:
+            for index, entry in enumerate(self.twin):
+                if isinstance(entry, ArraysCache):
+                    self.twin[index] = copy.deepcopy(self._states[reused][index])
+                else:
+                    entry.trim(self.fed - reused)
+        self.fed = reused
+        return reused
 
+    def truth(self, ids: list[int], count: int, turn: Turn) -> list[int]:
+        last, place = len(ids) - 1, self.fed
+        border = last if turn.stable is None else max(len(ids) - turn.stable, 0)
+        self._chunks = []
+        while place < last:
+            place = min(place + turn.step, *(b for b in (border, last) if b > place))
+            self._chunks.append(place)
+        entries = copy.deepcopy(self.twin)
+        self.feed(entries, ids, self.fed, last)
+        tokens = ids[-1:]
+        for _ in range(count):
+            logits = self.decoding.forward(self.model, tokens[-1:], entries)
+            tokens.append(mx.argmax(logits - mx.logsumexp(logits, keepdims=True)).item())
+        return tokens[1:]
 
-KINDS = {kind(p.values[0]): [] for p in SAME_TOKENS}
-for p in SAME_TOKENS:
-    KINDS[kind(p.values[0])].append((p.values[0], p.values[1]))
+    def feed(self, entries: list, ids: list[int], start: int, stop: int) -> None:
+        """Positions start..stop of `ids`, as plain decoding would."""
+        last = self._chunks[-1] if self._chunks else start
+        ends = [end for end in (*self._chunks, *range(max(last, start) + 1, stop + 1)) if start < end <= stop]
+        for a, b in itertools.pairwise([start, *ends]):
+            self.decoding.forward(self.model, ids[a:b], entries)
+            self._states[b] = {i: copy.deepcopy(e) for i, e in enumerate(entries) if isinstance(e, ArraysCache)}
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_walk(kind: str) -> None:
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    @given(st.sampled_from(KINDS[kind]), WALKS)
-    def walk(target, operations) -> None:
-        w = Walk(*target)
-        for operation in operations:
-            w.do(operation)
-
-    walk()
+    def compare_arrays(self, ids: list[int]) -> None:
+        """With the twin; a cache that has just reached the border is quantised by whatever is written next."""
+        self.feed(self.twin, ids, self.fed, len(ids))
+        self.fed = len(ids)
+        entries, q = copy.deepcopy(self.held.cache.entries), self.decoding
+        maybe_quantize_kv_cache(entries, q.quantized_kv_start, q.kv_group_size, q.kv_bits)
+        check_rows(entries, [visible(entry) for entry in self.twin], self.name, self.dtype, len(ids))
