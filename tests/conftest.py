@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 import pytest
@@ -66,6 +67,7 @@ DRAFT_CONFIG = {
     "block_size": 16,
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 256},
 }
+DRAFT_WINDOW = 8  # of the sliding layer of `draft_for`
 
 
 def draft_config(**changes: object) -> DraftConfig:
@@ -80,6 +82,14 @@ def tiny_draft(seed: int = 3, **changes: object) -> DraftModel:
     draft.eval()
     mx.eval(draft.parameters())
     return draft
+
+
+@lru_cache
+def draft_for(name: str) -> DraftModel:
+    """A draft with a sliding and a full layer, for this tiny target."""
+    kinds = ["sliding_attention", "full_attention"]
+    layers = target_for(tiny(name)).spec.n_layers
+    return tiny_draft(num_target_layers=layers, layer_types=kinds, sliding_window=DRAFT_WINDOW)
 
 
 @pytest.fixture

@@ -7,15 +7,20 @@ a run that was only ever given what is held (`tests/walking.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
-from tests.families import BY_NAME, SAME_TOKENS, tiny
+from dflash_mlx import make_prompt_cache, stream_generate
+from tests.conftest import draft_for
+from tests.families import BY_NAME, SAME_TOKENS, prompt_of, tiny
+from tests.test_quantized_kv import wide
 from tests.walking import Abort, Cut, Operation, QuantizedWalk, Turn, Walk
 
 
@@ -43,7 +48,7 @@ def a_walk() -> st.SearchStrategy[list[Operation]]:
 
 def kind(name: str) -> str:
     """What limits how a target is cut back."""
-    if any(isinstance(entry, ArraysCache) for entry in make_prompt_cache(tiny(name))):
+    if any(isinstance(entry, ArraysCache) for entry in mlx_lm_cache(tiny(name))):
         return "recurrent"
     return "sliding" if BY_NAME[name].window else "full"
 
@@ -57,7 +62,7 @@ WIDE = [("llama", mx.float32), ("qwen3", mx.float32), ("qwen3_5", mx.float32)]
 def explore(start: Callable[[str, mx.Dtype], Walk], targets: Sequence[tuple[str, mx.Dtype]], examples: int) -> None:
     """Walk `examples` times; a failure names the target and the shortest list of operations."""
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
     @given(target=st.sampled_from(targets), operations=a_walk())
     def walk(target: tuple[str, mx.Dtype], operations: list[Operation]) -> None:
         walker = start(*target)
@@ -75,6 +80,24 @@ def test_any_walk_ends_where_a_cold_run_does(kind: str) -> None:
 
 def test_any_walk_over_quantised_keys_equals_plain_decoding_with_the_same_history() -> None:
     explore(QuantizedWalk, WIDE, 25)
+
+
+@pytest.mark.xfail(strict=True, reason="such a cache is quantised by the next forward only, and a cut may come first")
+def test_a_cache_left_at_the_border_of_quantisation_and_cut_back_goes_on_as_after_plain_decoding(tokenizer) -> None:
+    """Plain decoding had quantised it: a step was in flight when the caller left."""
+    model, draft, kv = wide("llama"), draft_for("llama"), dict(kv_bits=4, quantized_kv_start=30)
+    answers = []
+    for mode in ("plain", "dflash"):
+        cache = make_prompt_cache(model, draft)
+        first = stream_generate(model, tokenizer, prompt_of(23), 60, draft, mode=mode, prompt_cache=cache, **kv)
+        assert len(list(itertools.islice(first, 8))) == 8
+        first.close()
+        assert cache.cache.length == 30
+        turn = [*cache.tokens[:26], 1]
+        rest = turn[cache.reuse(turn) :]
+        second = stream_generate(model, tokenizer, rest, 12, draft, mode="plain", prompt_cache=cache, **kv)
+        answers.append([response.token for response in second])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow

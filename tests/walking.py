@@ -11,33 +11,27 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from os.path import commonprefix
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as make_entries
 
 from dflash_mlx import make_prompt_cache
 from dflash_mlx.cache import KVQuantization, TargetCache
 from dflash_mlx.decode import Commit, Session, decode
-from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.options import Options
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers import Proposer
 from dflash_mlx.request import plan
 from dflash_mlx.rounding import Decoding
-from dflash_mlx.targets import target_for
-from tests.conftest import tiny_draft
+from tests.conftest import DRAFT_WINDOW, draft_for
 from tests.families import VOCAB, prompt_of, reference, tiny
 from tests.plain import check_close, check_rows, loose, prefilled, visible
 from tests.test_quantized_kv import wide
 
-WINDOW = 8  # of the draft's sliding layer
 ENDLESS = 1000
 
 
@@ -156,14 +150,6 @@ class Guide:
         return getattr(self.draft, name)
 
 
-@lru_cache
-def draft_for(name: str) -> DraftModel:
-    """A sliding and a full layer."""
-    layers = target_for(tiny(name)).spec.n_layers
-    kinds = ["sliding_attention", "full_attention"]
-    return tiny_draft(num_target_layers=layers, layer_types=kinds, sliding_window=WINDOW)
-
-
 @dataclass
 class Walk:
     """A prompt cache, and what it has to hold; the oracle is a cold run of mlx_lm.
@@ -202,7 +188,8 @@ class Walk:
     def reuse(self, ids: list[int], stable: int | None = None) -> int:
         """What can be cut back is cut back, and otherwise the nearest snapshot is taken."""
         cache = self.held.cache
-        shared = min(len(commonprefix([self.said, ids])), cache.length, len(ids) - 1)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.said, ids, strict=False))
+        shared = min(len(list(same)), cache.length, len(ids) - 1)
         cut = cache.can_trim_to(shared)
         reused = self.held.reuse(ids, stable)
         assert reused == (shared if cut else max((p for p in self._rows_at if p <= shared), default=0))
@@ -217,7 +204,7 @@ class Walk:
     def follow(self) -> None:
         """The cache has grown or shrunk."""
         change = self.held.cache.length - self.length
-        self.rows = max(min(self.rows + change, WINDOW - 1), 0)
+        self.rows = max(min(self.rows + change, DRAFT_WINDOW - 1), 0)
         self.length += change
 
     def turn(self, turn: Turn) -> None:
@@ -283,7 +270,7 @@ class Walk:
         finally:
             for place in self.held.snapshots:
                 if place > self.length:
-                    self._rows_at[place] = min(self.rows + place - self.length, WINDOW - 1)
+                    self._rows_at[place] = min(self.rows + place - self.length, DRAFT_WINDOW - 1)
 
     def abort(self, abort: Abort) -> None:
         cache, taps = self.held.cache, self.draft.config.target_layer_ids
@@ -376,9 +363,8 @@ class QuantizedWalk(Walk):
             self._states[b] = {i: copy.deepcopy(e) for i, e in enumerate(entries) if isinstance(e, ArraysCache)}
 
     def compare_arrays(self, ids: list[int]) -> None:
-        """With the twin; a cache that has just reached the border is quantised by whatever is written next."""
+        """With the twin, which mlx_lm quantises after a forward, while ours is quantised before the next one."""
         self.feed(self.twin, ids, self.fed, len(ids))
         self.fed = len(ids)
-        entries, q = copy.deepcopy(self.held.cache.entries), self.decoding
-        maybe_quantize_kv_cache(entries, q.quantized_kv_start, q.kv_group_size, q.kv_bits)
-        check_rows(entries, [visible(entry) for entry in self.twin], self.name, self.dtype, len(ids))
+        self.held.cache.quantize()
+        check_rows(self.held.cache.entries, [visible(e) for e in self.twin], self.name, self.dtype, len(ids))
