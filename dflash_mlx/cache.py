@@ -57,9 +57,9 @@ class TargetCache:
         self.length = length
         self.kept = 0
         self.closed: str | None = None
-        self.quantization = quantization
         self.states: list[LayerState] = layer_states(entries)
         self._width: int | None = None  # of the open transaction
+        self.quantize_from_now(quantization)
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +88,7 @@ class TargetCache:
             raise ValueError(f"`keep` has to be in 1..{width}, got {keep}.")
         self._in_every_layer(lambda state: state.keep(keep))
         self.length += keep
-        self.kept, self._width = keep, None
+        self.kept, self._width, self._due = keep, None, True
 
     def shrink(self, keep: int) -> None:
         """Keep only the first `keep` positions of the last committed block; before the next `begin`."""
@@ -152,7 +152,7 @@ class TargetCache:
     def quantize(self) -> None:
         """Quantise the attention layers that are due, in the caller's list too; windows and states stay as they are."""
         q = self.quantization
-        if q is None or self.length < max(q.start, 1):
+        if q is None or not self._due or self.length < q.start:
             return
         self.closed = _BETWEEN_LAYERS
         for index, entry in enumerate(self.entries):
@@ -162,6 +162,10 @@ class TargetCache:
                 self.entries[index] = due[0]
                 self.states[index : index + 1] = layer_states(due)
         self.closed = None
+
+    def quantize_from_now(self, quantization: KVQuantization | None) -> None:
+        """A request starts: what is held is quantised after its first forward, not before, as in mlx_lm."""
+        self.quantization, self._due = quantization, False
 
     def _in_every_layer(self, change: Callable[[LayerState], None]) -> None:
         """All layers or, after an interrupt in between, a closed cache."""

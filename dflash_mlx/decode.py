@@ -62,11 +62,14 @@ class Session:
     base: int = 0
     stats: Stats = field(default_factory=Stats)
     timings: Timings = field(default_factory=Timings)
-    undelivered: int = 0  # tokens of the last commit that the caller has not passed on
-    last: Commit | None = None  # of which they are; None while a cycle runs
+    last: Commit | None = None  # whose tokens are being delivered; None while a cycle runs
     borders: Collection[int] = ()
     at_border: Callable[[], None] | None = None
+    _delivered: int = 0  # of `tokens`, those that the caller was given, and the prompt
     _observed: list[mx.array] = field(default_factory=list)  # features of the last `keep`
+
+    def __post_init__(self) -> None:
+        self._delivered = len(self.tokens)
 
     @property
     def position(self) -> int:
@@ -91,8 +94,17 @@ class Session:
 
     def know(self, tokens: Sequence[int], undelivered: int) -> None:
         """`tokens` follow; the last `undelivered` of them have not been passed on."""
+        self._delivered = len(self.tokens) + len(tokens) - undelivered
         self.tokens.extend(tokens)
-        self.undelivered = undelivered
+
+    @property
+    def undelivered(self) -> int:
+        """Tokens at the end that the caller was not given."""
+        return max(len(self.tokens) - self._delivered, 0)
+
+    @undelivered.setter
+    def undelivered(self, count: int) -> None:
+        self._delivered = len(self.tokens) - count
 
     def pending(self, ahead: Forward | None) -> list[mx.array]:
         """What is left to compute of the last commit, and of a forward that is one step ahead."""
@@ -107,7 +119,7 @@ class Session:
         """
         if self.cache.closed is not None:
             return
-        count, commit, self.undelivered = self.undelivered, self.last, 0
+        count, commit = self.undelivered, self.last
         if count:
             del self.tokens[-count:]
         drop = self.cache.length - (self.position - 1 if count else self.position)
@@ -129,7 +141,12 @@ class Session:
                 self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
             finally:
                 self.undo()
-        self.cache.quantize()
+        self.finish()
+
+    def finish(self) -> None:
+        """Leave the cache as mlx_lm would: what is due is quantised, nothing is lazy."""
+        if self.cache.closed is None:
+            self.cache.quantize()
         self.evaluate()
 
     def undo(self) -> None:
@@ -262,7 +279,6 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     """
     history = [*s.tokens, *prompt]
     pending = s.tokens[s.cache.length - s.base :]  # the last answer's final token, if a cache is continued
-    del s.tokens[s.cache.length - s.base :]
     todo = [*pending, *prompt]
     s.timings.prompt_tokens = len(todo)
     if progress:
@@ -271,7 +287,7 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     borders = sorted({border - start for border in s.borders if 0 < border - start < last} | {last})
     while done < last:
         chunk = todo[done : min(done + step, next(border for border in borders if border > done))]
-        s.keep(s.forward(mx.array(chunk)), len(chunk), chunk)
+        s.keep(s.forward(mx.array(chunk)), len(chunk), chunk[max(len(pending) - done, 0) :])
         s.cache.evaluate()
         started = s.timings.clock()
         s.proposer.evaluate()

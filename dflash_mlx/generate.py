@@ -28,7 +28,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from dflash_mlx import threads
 from dflash_mlx.cache import KVQuantization
-from dflash_mlx.decode import Commit, Progress, decode
+from dflash_mlx.decode import Commit, Progress, Session, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
@@ -130,6 +130,8 @@ def stream_generate(
     if num_draft_tokens is not None:
         if block_size is not None:
             raise ValueError("`num_draft_tokens` and `block_size` say the same thing; pass one of them.")
+        if not isinstance(num_draft_tokens, int):
+            raise ValueError(f"`num_draft_tokens` has to be an integer of 1 or more, got {num_draft_tokens!r}.")
         block_size = num_draft_tokens + 1
     options = Options(
         max_tokens=max_tokens,
@@ -190,41 +192,22 @@ def _respond(
     progress: Progress | None,
 ) -> Generator[GenerationResponse]:
     threads.leave_cleanly()
-    eos = frozenset(tokenizer.eos_token_ids)
+    eos, detokenizer, notes = frozenset(tokenizer.eos_token_ids), tokenizer.detokenizer, request.notes_for(ids)
     session = request.open(eos)
-    detokenizer = tokenizer.detokenizer
-    template = GenerationResponse(
-        text="",
-        token=-1,
-        logprobs=mx.array([]),
-        from_draft=False,
-        prompt_tokens=len(ids),
-        prompt_tps=0.0,
-        generation_tokens=0,
-        generation_tps=0.0,
-        peak_memory=0.0,
-        mode=request.mode,
-        notes=request.notes_for(ids),
-        block_size=request.block_size,
-        cached_tokens=session.cache.length,
-        recomputed_tokens=0 if request.prompt_cache is None else request.prompt_cache.recomputed,
-        stats=session.stats,
-        timings=session.timings,
-    )
-    commits = decode(
-        session,
-        ids,
-        max_tokens=request.max_tokens,
-        stop=eos,
-        prefill_step_size=request.options.prefill_step_size,
-        progress=progress,
-    )
     try:
+        template = _template(request, session, len(ids), notes)
+        commits = decode(
+            session,
+            ids,
+            max_tokens=request.max_tokens,
+            stop=eos,
+            prefill_step_size=request.options.prefill_step_size,
+            progress=progress,
+        )
         with wired_limit(request.target.model), closing(commits):
             for commit in commits:
                 session.timings.mark_burst()
                 for index, token in enumerate(commit.tokens):
-                    session.undelivered -= 1
                     session.timings.emitted += 1
                     text = stops.feed(_decode(detokenizer, token, hidden=token in eos))
                     finish = commit.finish_reason if index == len(commit.tokens) - 1 else None
@@ -232,13 +215,39 @@ def _respond(
                         text += stops.feed(_flush(detokenizer)) + stops.flush()
                     if stops.matched is not None:
                         finish = "stop"
-                    yield _response(template, commit, index, text, finish)
+                    response = _response(template, commit, index, text, finish)
+                    session.undelivered -= 1  # what fails or is interrupted before this was not given to anybody
+                    yield response
                     threads.leave_cleanly()  # another thread may have taken over
                     if finish:
                         return
     finally:
-        threads.leave_cleanly()
-        request.close(session)
+        try:
+            threads.leave_cleanly()
+        finally:
+            request.close(session)
+
+
+def _template(request: Request, session: Session, prompt_tokens: int, notes: tuple[str, ...]) -> GenerationResponse:
+    """What all responses of a request have in common."""
+    return GenerationResponse(
+        text="",
+        token=-1,
+        logprobs=mx.array([]),
+        from_draft=False,
+        prompt_tokens=prompt_tokens,
+        prompt_tps=0.0,
+        generation_tokens=0,
+        generation_tps=0.0,
+        peak_memory=0.0,
+        mode=request.mode,
+        notes=notes,
+        block_size=request.block_size,
+        cached_tokens=session.cache.length,
+        recomputed_tokens=0 if request.prompt_cache is None else request.prompt_cache.recomputed,
+        stats=session.stats,
+        timings=session.timings,
+    )
 
 
 def _decode(detokenizer: StreamingDetokenizer, token: int, *, hidden: bool) -> str:

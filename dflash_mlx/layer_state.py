@@ -165,7 +165,13 @@ class WindowState:
             self.entry.trim(self.entry.offset - length)
 
     def snapshot(self) -> RotatingKVCache:
-        return _copy(self.entry)
+        copy = _copy(self.entry)
+        if copy.keys is not None and copy.keys.shape[2] > copy.max_size:
+            # A chunk left more rows than the window has; what no later position sees is not kept, nor its buffer.
+            rows = copy.max_size
+            copy.keys, copy.values = (mx.contiguous(a[..., -rows:, :]) for a in (copy.keys, copy.values))
+            copy._idx = rows
+        return copy
 
     def restore(self, snapshot: RotatingKVCache, length: int) -> None:
         self.entry.state = _copy(snapshot).state

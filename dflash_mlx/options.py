@@ -39,24 +39,27 @@ class Options:
     quantization: KVQuantization | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or self.max_tokens == 0 or self.max_tokens < -1:
-            raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {self.max_tokens}.")
-        if self.prefill_step_size < 1:
-            raise ValueError(f"`prefill_step_size` has to be 1 or more, got {self.prefill_step_size}.")
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"`block_size` has to be 1 (plain decoding) or more, got {self.block_size}.")
+        if not _is_integer(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:
+            raise ValueError(f"`max_tokens` has to be 1 or more, or -1 for no limit, got {self.max_tokens!r}.")
+        _check_integer("prefill_step_size", self.prefill_step_size)
+        if self.block_size is not None:
+            _check_integer("block_size", self.block_size, "1 (plain decoding) or more")
+        if self.max_kv_size is not None:
+            _check_integer("max_kv_size", self.max_kv_size)
         if self.mode not in MODES:
             raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {self.mode!r}.")
         if self.rule not in RULES:
             raise ValueError(f"`rule` has to be one of {', '.join(RULES)}, got {self.rule!r}.")
-        if self.exact:
+        if self.exact is not False:
             self._check_exact()
         if self.quantization is not None:
             _check_quantization(self.quantization)
 
     def _check_exact(self) -> None:
-        if not 0 < float(self.exact) < float("inf"):
-            raise ValueError(f"`exact` has to be True, or a margin above 0 in log-probability, got {self.exact}.")
+        if not isinstance(self.exact, bool | int | float) or not 0 < self.exact < float("inf"):
+            raise ValueError(
+                f"`exact` has to be True, False, or a margin above 0 in log-probability, got {self.exact!r}."
+            )
         if not isinstance(self.policy, SamplingPolicy) or not self.policy.greedy or self.processors:
             raise ValueError(
                 "`exact` is for greedy decoding without logits processors; near-ties of a draw are not looked for. "
@@ -88,11 +91,17 @@ class Options:
         return self.samples_drafts and isinstance(self.policy, SamplingPolicy) and self.policy.seed is not None
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: int, legal: str = "1 or more", least: int = 1) -> None:
+    if not _is_integer(value) or value < least:
+        raise ValueError(f"`{name}` has to be {legal}, got {value!r}.")
+
+
 def _check_quantization(q: KVQuantization) -> None:
-    if q.bits not in KV_BITS:
-        raise ValueError(f"`kv_bits` has to be one of {', '.join(map(str, KV_BITS))} or None, got {q.bits}.")
-    if q.group_size not in KV_GROUP_SIZES:
-        sizes = ", ".join(map(str, KV_GROUP_SIZES))
-        raise ValueError(f"`kv_group_size` has to be one of {sizes}, got {q.group_size}.")
-    if q.start < 0:
-        raise ValueError(f"`quantized_kv_start` has to be 0 or more, got {q.start}.")
+    for name, value, known in (("kv_bits", q.bits, KV_BITS), ("kv_group_size", q.group_size, KV_GROUP_SIZES)):
+        if not _is_integer(value) or value not in known:
+            raise ValueError(f"`{name}` has to be one of {', '.join(map(str, known))}, got {value!r}.")
+    _check_integer("quantized_kv_start", q.start, "0 or more", least=0)

@@ -13,8 +13,10 @@ reasoning is dropped), so that border is usually the end of the user's message.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 
@@ -24,10 +26,6 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.targets import Target, target_for
 
-_BUSY = (
-    "A request is still running on this prompt cache, and two at once would write into each other. Finish or close its "
-    "generator first, or make a prompt cache for each."
-)
 SNAPSHOTS = 4  # of the newest turns; each holds its recurrent states and windows
 
 
@@ -49,8 +47,7 @@ class Place:
     """A snapshot of target and draft at one position."""
 
     target: Snapshot
-    context: ContextSnapshot | None
-    of: DraftContext | None  # whose snapshot `context` is
+    context: ContextSnapshot | None  # of the present context, or None
 
 
 class PromptCache:
@@ -58,22 +55,29 @@ class PromptCache:
 
     tokens:     the ids it stands for.
     last_reuse: what the latest `reuse` kept, and what it could not keep.
+    expected:   the ids that `reuse` left to generate from, until a request starts.
     """
 
     def __init__(self, target: Target, draft: DraftModel | None) -> None:
         self.target, self.draft = target, draft
         self.tokens: list[int] = []
-        self.last_reuse = Reuse()
-        self._busy = threading.Lock()  # held by the request that runs on it
-        self.reset()
+        self._lock = threading.Lock()
+        self._user: weakref.ref | None = None  # the session that runs on it
+        self._forget()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything. Raises CacheStateError if a request runs on it."""
+        with self.exclusive():
+            self._forget()
+
+    def _forget(self) -> None:
         self.cache = TargetCache(self.target.make_entries(), 0)
         self.context = self.draft.make_context() if self.draft else None
         self.tokens.clear()
         self.places: list[Place] = []  # oldest first
         self.border: int | None = None
+        self.expected: list[int] | None = None
+        self.last_reuse = Reuse()
 
     def reuse(self, ids: Sequence[int], stable: int | None = None) -> int:
         """Keep as much as possible of the longest common prefix with `ids`; its length, always less than len(ids).
@@ -92,27 +96,44 @@ class PromptCache:
             raise ValueError("`ids` has to hold at least one token.")
         if stable is not None and not 0 <= stable <= len(ids):
             raise ValueError(f"`stable` has to be in 0..{len(ids)}, the length of `ids`, got {stable}.")
-        self.check_idle()
-        shared = min(_common_prefix(self.tokens, ids), self.cache.length, len(ids) - 1)
-        kept = self._keep(shared)
-        self.last_reuse = Reuse(kept, shared - kept)
-        self.border = stable
+        with self.exclusive():
+            shared = min(_common_prefix(self.tokens, ids), self.cache.length, len(ids) - 1)
+            kept = self._keep(shared)
+            self.cache.evaluate()  # another thread may generate
+            if self.context is not None:
+                self.context.evaluate()
+            self.last_reuse = Reuse(kept, shared - kept)
+            self.border, self.expected = stable, list(ids[kept:])
         return kept
 
-    def check_idle(self) -> None:
-        """Raises CacheStateError if a request runs on this cache."""
-        if self._busy.locked():
-            raise CacheStateError(_BUSY)
+    @contextmanager
+    def exclusive(self) -> Generator[None]:
+        """Nothing else changes it meanwhile. Raises CacheStateError if a request runs on it."""
+        with self._lock:
+            if self._user is not None and self._user() is not None:
+                raise CacheStateError(
+                    "A request is still running on this prompt cache, and two at once would write into each other. "
+                    "Finish or close its generator first, or make a prompt cache for each."
+                )
+            yield
 
-    def begin(self) -> None:
-        """A request starts. Raises CacheStateError if another one runs."""
-        if not self._busy.acquire(blocking=False):
-            raise CacheStateError(_BUSY)
+    def begin(self, session: object) -> None:
+        """A request starts, and ends with `end` or with its session. Raises CacheStateError if another one runs."""
+        with self.exclusive():
+            self._user = weakref.ref(session)
+            self.expected = None
 
-    def end(self) -> None:
+    def end(self, session: object) -> None:
         """It has ended, in whichever thread."""
-        self.border = None
-        self._busy.release()
+        if self._user is not None and self._user() is session:
+            self.border, self._user = None, None
+
+    def check_whole(self) -> None:
+        """Raises CacheStateError if it cannot be continued: an interrupt left more positions than tokens are known."""
+        if self.cache.closed is None and self.cache.length > len(self.tokens):
+            self.cache.closed = "An interrupt left rows in it whose tokens are not known. Call `reuse`, or `reset`."
+        if self.cache.closed is not None:
+            raise CacheStateError(self.cache.closed)
 
     def _keep(self, length: int) -> int:
         """Cut back to `length`, or to the nearest place before it that can be reached."""
@@ -120,40 +141,47 @@ class PromptCache:
             if self.cache.can_trim_to(length):
                 self._trim_to(length)
                 return length
-            place = next((p for p in reversed(self.places) if p.target.length <= length), None)
+            place = self._place_before(length)
             if place is not None:
                 self._go_back(place)
                 return place.target.length
-        self.reset()
+        self._forget()
         return 0
+
+    def _place_before(self, length: int) -> Place | None:
+        return next((place for place in reversed(self.places) if place.target.length <= length), None)
 
     def _trim_to(self, length: int) -> None:
         drop = self.cache.length - length
         if drop:
             self.cache.trim_to(length)
-            if self.context is not None:
+            place = self._place_before(length)
+            if self.context is not None and place is not None and place.context and place.target.length == length:
+                self.context.restore(place.context)  # also what a sliding layer has forgotten since
+            elif self.context is not None:
                 self.context.drop(drop)
         self._forget_after(length)
 
     def _go_back(self, place: Place) -> None:
         self.cache.restore(place.target)
-        if self.draft is not None:
-            if place.context is not None and place.of is self.context and self.context is not None:
-                self.context.restore(place.context)
-            else:
-                self.context = self.draft.make_context(place.target.length)
+        if self.context is not None and place.context is not None:
+            self.context.restore(place.context)
         self._forget_after(place.target.length)
 
     def _forget_after(self, length: int) -> None:
         del self.tokens[length:]
         self.places = [place for place in self.places if place.target.length <= length]
 
+    @property
+    def needs_places(self) -> bool:
+        """Whether a layer of the target or of the draft's context cannot be cut back without a snapshot."""
+        slides = self.context is not None and self.context.slides
+        return slides or any(state.needs_snapshot for state in self.cache.states)
+
     def remember_place(self) -> None:
-        """Take a snapshot here, where some layer could not be cut back to it later; everything is evaluated."""
-        if not any(state.needs_snapshot for state in self.cache.states):
-            return
+        """Take a snapshot here; everything is evaluated."""
         context = self.context_in_step()
-        place = Place(self.cache.snapshot(), context.snapshot() if context else None, context)
+        place = Place(self.cache.snapshot(), context.snapshot() if context else None)
         others = [p for p in self.places if p.target.length != place.target.length]
         self.places = [*others, place][-SNAPSHOTS:]
 
@@ -161,9 +189,18 @@ class PromptCache:
         """The draft's context; a new one that starts late if an exception left it out of step."""
         if self.draft is None:
             return None
-        if self.context is None or self.context.length != self.cache.length:
+        if self.context is None or not self.context.covers(self.cache.length):
             self.context = self.draft.make_context(self.cache.length)
+            self.places = [replace(place, context=None) for place in self.places]
         return self.context
+
+    @property
+    def draft_is_late(self) -> bool:
+        """Whether positions are held that the draft has not seen."""
+        context = self.context
+        if self.draft is None or self.cache.length == 0:
+            return False
+        return context is None or context.start > 0 or not context.covers(self.cache.length)
 
     @property
     def recomputed(self) -> int:
@@ -188,7 +225,13 @@ def make_prompt_cache(model: nn.Module, draft_model: DraftModel | None = None) -
 
     Raises:
         UnsupportedTarget: no adapter for the model, or no exact rollback for one of its layers.
+        ValueError: `draft_model` is something else, mlx_lm's `max_kv_size` say.
     """
+    if draft_model is not None and not isinstance(draft_model, DraftModel):
+        raise ValueError(
+            f"`draft_model` has to be a DFlash draft or None, got {type(draft_model).__name__}. A window (mlx_lm's "
+            "`max_kv_size`) is not honoured here; for one, take mlx_lm.models.cache.make_prompt_cache."
+        )
     return PromptCache(target_for(model), draft_model)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,65 +24,83 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from safetensors import SafetensorError, safe_open
 
-from dflash_mlx.cache import KVQuantization, Snapshot, TargetCache
+from dflash_mlx.cache import Snapshot, TargetCache
 from dflash_mlx.draft.context import ContextSnapshot, Rows
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.prompt_cache import Place, PromptCache, make_prompt_cache
+from dflash_mlx.targets import text_part
 
 FORMAT = 1
 _SAMPLE = 16  # values of each parameter that the fingerprint looks at, from its start and from its end
 
 
 def save_prompt_cache(path: str | os.PathLike[str], cache: PromptCache) -> None:
-    """Write a prompt cache to one .safetensors file, whole or not at all; `load_prompt_cache` reads it.
+    """Write a prompt cache to one file, whole or not at all; `load_prompt_cache` reads it.
+
+    The file holds the conversation, so a new one can be read by its owner only. As in mlx_lm its name ends in
+    .safetensors, which is added where it is missing.
 
     Raises:
         CacheStateError: the cache is closed, or a request runs on it.
         OSError: the file cannot be written. What was there before is kept.
+        ValueError: `cache` is no PromptCache.
     """
-    cache.check_idle()
-    if cache.cache.closed is not None:
-        raise CacheStateError(cache.cache.closed)
+    if not isinstance(cache, PromptCache):
+        raise ValueError(
+            f"`cache` has to be a PromptCache, got {type(cache).__name__}. For a list of mlx_lm's cache objects take "
+            "mlx_lm.models.cache.save_prompt_cache."
+        )
+    with cache.exclusive():
+        if cache.cache.closed is not None:
+            raise CacheStateError(cache.cache.closed)
+        _write(_named(path), *_contents(cache))
+
+
+def _contents(cache: PromptCache) -> tuple[list[Any], dict[str, Any]]:
+    """Entries in the order in which `_fill` takes them, and the header."""
     context = cache.context_in_step()
     entries = [_trimmed(entry) for entry in cache.cache.entries]
     entries += [_entry(layer.held) for layer in context.layers] if context else []
     places = []
     for place in cache.places:
-        kept = place.context if place.of is context else None
         entries += [layer for layer in place.target.layers if layer is not None]
-        entries += [_entry(rows) for rows in kept.layers] if kept else []
-        places.append({"length": place.target.length, "context": [kept.length, kept.start] if kept else None})
-    quantization = cache.cache.quantization
-    header = {
+        entries += [_entry(rows) for rows in place.context.layers] if place.context else []
+        kept = [place.context.length, place.context.start] if place.context else None
+        places.append({"length": place.target.length, "context": kept})
+    return entries, {
         "format": FORMAT,
         "target": fingerprint(cache.target.model),
         "draft": fingerprint(cache.draft) if cache.draft else None,
         "tokens": cache.tokens,
         "length": cache.cache.length,
-        "quantization": asdict(quantization) if quantization else None,
         "context_layers": len(context.layers) if context else 0,
         "context": [context.length, context.start] if context else None,
         "places": places,
     }
-    _write(Path(path), entries, header)
 
 
 def load_prompt_cache(
-    path: str | os.PathLike[str], model: nn.Module, draft_model: DraftModel | None = None
+    path: str | os.PathLike[str], model: nn.Module | None = None, draft_model: DraftModel | None = None
 ) -> PromptCache:
-    """Read a prompt cache that was saved for these weights.
+    """Read a prompt cache that was saved for this target, in any thread.
 
     A file that was saved for another draft, or for none, serves too: the draft then joins late and accepts less.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        CacheStateError: it is damaged, not a file of ours, or was saved for other weights of the target.
+        CacheStateError: it is damaged, not a file of ours, or was saved for other weights or another config.
+        ValueError: `model` is missing.
     """
-    where = Path(path)
+    if model is None:
+        raise ValueError(
+            "`model` is missing: a cache belongs to a target, and is checked against it. For a file of mlx_lm's take "
+            "mlx_lm.models.cache.load_prompt_cache."
+        )
+    where = _named(path)
     entries, header = _read(where)
-    if header["target"] != fingerprint(model):
-        raise _unusable(where, "it was saved for a target with other weights")
+    if header.get("target") != fingerprint(model):
+        raise _unusable(where, "it was saved for a target with other weights or another config")
     loaded = make_prompt_cache(model, draft_model)
     try:
         _fill(loaded, iter(entries), header)
@@ -94,8 +111,7 @@ def load_prompt_cache(
 
 def _fill(cache: PromptCache, entries: Iterator[Any], header: dict[str, Any]) -> None:
     """Put what was read in its places, in the order in which it was written."""
-    quantization = KVQuantization(**header["quantization"]) if header["quantization"] else None
-    target = TargetCache([next(entries) for _ in cache.cache.entries], header["length"], quantization)
+    target = TargetCache([next(entries) for _ in cache.cache.entries], header["length"])
     rows = [_rows(next(entries)) for _ in range(header["context_layers"])]
     context = None
     if cache.draft is not None and header["draft"] == fingerprint(cache.draft) and header["context"]:
@@ -104,6 +120,7 @@ def _fill(cache: PromptCache, entries: Iterator[Any], header: dict[str, Any]) ->
         for layer, held in zip(context.layers, rows, strict=True):
             layer.hold(held)
         context.length = length
+        context.evaluate()
     for saved in header["places"]:
         layers = tuple(next(entries) if state.needs_snapshot else None for state in target.states)
         snapshot = None
@@ -111,17 +128,23 @@ def _fill(cache: PromptCache, entries: Iterator[Any], header: dict[str, Any]) ->
             rows = [_rows(next(entries)) for _ in range(header["context_layers"])]
             length, context_start = saved["context"]
             snapshot = ContextSnapshot(length, context_start, tuple(rows))
-        cache.places.append(Place(Snapshot(saved["length"], layers), snapshot if context else None, context))
+        cache.places.append(Place(Snapshot(saved["length"], layers), snapshot if context else None))
     cache.cache, cache.context = target, context
     cache.tokens.extend(header["tokens"])
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hex digest of the names, shapes, types and some values of all parameters: other weights give another one."""
+    """Hex digest of a model's config and of the names, shapes, types and ends of all its parameters.
+
+    Another checkpoint, another quantisation or another rope gives another one. Of each parameter 32 values are looked
+    at, so an edit inside a tensor by hand may go unnoticed.
+    """
     parameters: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     flat = [array.reshape(-1) for _, array in parameters if array.size]
     ends = [mx.concatenate([a[:_SAMPLE], a[-_SAMPLE:]]).view(mx.uint8) for a in flat]
     digest = hashlib.blake2b(digest_size=16)
+    for owner in (model, text_part(model)):
+        digest.update(repr(vars(owner).get("args", vars(owner).get("config"))).encode())
     for name, array in parameters:
         digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
     digest.update(np.array(mx.concatenate(ends)).tobytes())
@@ -144,19 +167,32 @@ def _rows(entry: KVCache) -> Rows | None:
     return None if entry.empty() else entry.keys_and_values()
 
 
+def _named(path: str | os.PathLike[str]) -> Path:
+    """The file itself, behind a link too; MLX tells the format by the suffix."""
+    where = Path(path).expanduser()
+    if where.suffix != ".safetensors":
+        where = where.with_name(f"{where.name}.safetensors")
+    return where.resolve()
+
+
 def _write(path: Path, entries: Sequence[Any], header: dict[str, Any]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".safetensors", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".safetensors", dir=path.parent)
     os.close(handle)
     aside = Path(name)
     try:
         try:
             mlx_lm_cache.save_prompt_cache(name, list(entries), {"dflash": json.dumps(header)})
+        except RuntimeError as error:
+            raise OSError(f"Saving {path} failed ({error}). What was there before is kept.") from error
+        try:
             with safe_open(aside, "numpy"):
                 pass  # notices a write that was cut short
-        except (RuntimeError, SafetensorError) as error:
+        except SafetensorError as error:
             raise OSError(
-                f"Saving {path} failed ({error}). Is the disk full? What was there before is kept."
+                f"Saving {path} was cut short ({error}). Is the disk full? What was there before is kept."
             ) from error
+        if path.exists():
+            aside.chmod(path.stat().st_mode)
         with aside.open("rb+") as written:
             os.fsync(written.fileno())
         os.replace(aside, path)

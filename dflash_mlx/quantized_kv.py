@@ -13,15 +13,15 @@ from dflash_mlx.cache import KVQuantization, TargetCache
 from dflash_mlx.targets import Target
 
 
-def check(target: Target, entries: Sequence[Any] | None, q: KVQuantization | None) -> tuple[str, ...]:
+def check(target: Target, entries: Sequence[Any], q: KVQuantization | None) -> tuple[str, ...]:
     """Notes on what is quantised and what is not.
 
     Args:
-        entries: the cache that will be continued, if any.
+        entries: the cache that will be used.
     Raises:
         ValueError: the target's attention takes no quantised cache of this kind, or `entries` hold another one.
     """
-    held = {(e.bits, e.group_size) for e in entries or () if isinstance(e, QuantizedKVCache)}
+    held = {(e.bits, e.group_size) for e in entries if isinstance(e, QuantizedKVCache)}
     if q is None:
         return tuple(f"the prompt cache holds keys and values in {bits} bits" for bits, _ in sorted(held))
     for bits, group_size in held - {(q.bits, q.group_size)}:
@@ -29,17 +29,16 @@ def check(target: Target, entries: Sequence[Any] | None, q: KVQuantization | Non
             f"`kv_bits` is {q.bits} in groups of {q.group_size}, and `prompt_cache` holds {bits} bits in groups of "
             f"{group_size}. Pass the same, or start with a fresh cache."
         )
-    fresh = target.make_entries()
-    kept = sum(type(entry) is not KVCache for entry in fresh)
-    if kept == len(fresh):
-        return (f"`kv_bits` changes nothing here: no layer of this {target.spec.model_type} keeps all keys and values",)
+    kept = sum(not isinstance(entry, KVCache | QuantizedKVCache) for entry in entries)
+    if kept == len(entries):
+        return ("`kv_bits` changes nothing here: no layer of this cache keeps all keys and values",)
     refusal = _refusal(target, q)
     if refusal is not None:
         raise ValueError(
             f"`kv_bits` {q.bits} in groups of {q.group_size} is not honoured for this {target.spec.model_type} target: "
             f"its attention does not take such a cache ({refusal}). Leave it out, or choose another `kv_group_size`."
         )
-    return (f"`kv_bits`: {kept} of {len(fresh)} layers keep windows or states, and stay as they are",) if kept else ()
+    return (f"`kv_bits`: {kept} of {len(entries)} layers keep windows or states, and stay as they are",) if kept else ()
 
 
 def _refusal(target: Target, q: KVQuantization) -> str | None:

@@ -59,6 +59,13 @@ class Request:
         """Raises ValueError for a prompt that is empty, longer than the context, or has ids outside the vocabulary."""
         if not len(ids):
             raise ValueError("`prompt` has no tokens. Give at least one; with a chat model, use its chat template.")
+        expected = None if self.prompt_cache is None else self.prompt_cache.expected
+        if expected is not None and list(ids) != expected:
+            raise ValueError(
+                f"`prompt` has {len(ids)} tokens, and `prompt_cache.reuse(ids)` kept {self.held}, so that the other "
+                f"{len(expected)} have to follow: generate from ids[reused:]. To send something else, call `reuse` "
+                "with the conversation that it ends."
+            )
         rows = self.target.spec.vocab_size
         bad = next((token for token in ids if not 0 <= token < rows), None)
         if bad is not None:
@@ -93,14 +100,15 @@ class Request:
         draws = Draws.for_policy(options.policy) if isinstance(options.policy, SamplingPolicy) else Draws(0)
         held = self.prompt_cache
         if held is not None:
-            held.check_idle()
+            with held.exclusive():
+                held.check_whole()
+                held.context_in_step()
             cache, tokens, base = held.cache, held.tokens, 0
         else:
             entries = self.entries if self.entries is not None else self.target.make_entries(options.max_kv_size)
             base = positions_held(entries)
             cache, tokens = TargetCache(entries, base), []
-        if options.quantization is not None:
-            cache.quantization = options.quantization
+        cache.quantize_from_now(options.quantization)
         session = Session(
             target=self.target,
             cache=cache,
@@ -110,11 +118,12 @@ class Request:
             tokens=tokens,
             base=base,
             timings=Timings(start=options.requested_at),
-            borders=() if held is None or held.border is None else (held.border,),
-            at_border=None if held is None else held.remember_place,
         )
         if held is not None:
-            held.begin()  # last, so that nothing can fail between here and `close`
+            if held.needs_places:
+                session.at_border = held.remember_place
+                session.borders = () if held.border is None else (held.border,)
+            held.begin(session)  # until `close`, or until the session is gone
         return session
 
     def _decider(self, draws: Draws, stop: Collection[int]) -> Decider:
@@ -131,7 +140,7 @@ class Request:
     def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
         if self.draft is None:
             return NullProposer()
-        context = self.prompt_cache.context_in_step() if self.prompt_cache is not None else None
+        context = self.prompt_cache.context if self.prompt_cache is not None else None
         if context is None:
             context = self.draft.make_context(cache.length)
         if self.options.samples_drafts and isinstance(self.options.policy, SamplingPolicy):
@@ -147,10 +156,13 @@ class Request:
             if self.entries is not None and session.tokens:
                 session.settle()
             elif self.prompt_cache is not None:
-                session.evaluate()
+                session.finish()
+        except RuntimeError as error:  # MLX: what is not computed yet cannot be computed in this thread
+            session.cache.closed = session.cache.closed or f"It was left with work that cannot be finished ({error})."
+            raise
         finally:
             if self.prompt_cache is not None:
-                self.prompt_cache.end()
+                self.prompt_cache.end(session)
 
 
 def plan(
@@ -176,7 +188,10 @@ def plan(
     reason = _why_plain(draft, options, target.spec.dtype) or _why_not_over(entries)
     if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
-    kv_notes = quantized_kv.check(target, held.cache.entries if held else entries, options.quantization)
+    present = held.cache.entries if held else entries
+    if present is None:
+        present = target.make_entries(options.max_kv_size)
+    kv_notes = quantized_kv.check(target, present, options.quantization)
     speculates = draft is not None and reason is None
     _check_max_kv_size(options, held, speculates)
     adaptive = speculates and options.mode == "auto" and options.block_size is None
@@ -315,6 +330,5 @@ def _kept_draft(held: PromptCache | None) -> DraftModel | None:
 def _unseen(held: PromptCache | None, entries: list | None) -> bool:
     """Whether the cache holds positions whose features the draft was never given."""
     if held is not None:
-        context = held.context_in_step()
-        return context is not None and context.start > 0
+        return held.draft_is_late
     return entries is not None and positions_held(entries) > 0

@@ -12,10 +12,13 @@ class StopStrings:
     completes first wins, and of those the one that starts first.
 
     Raises:
-        ValueError: a stop string is empty.
+        ValueError: a stop string is empty, or none.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise ValueError(f"`stop` has to hold strings, got {stop!r}. End tokens belong to the tokenizer.")
         if any(not stop for stop in stops):
             raise ValueError("`stop` holds an empty string, which would match everywhere.")
         self._stops = tuple(stops)

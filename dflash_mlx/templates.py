@@ -32,7 +32,11 @@ def render(tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None
 
 
 def stable_length(
-    tokenizer: Any, messages: Sequence[dict[str, str]], ids: Sequence[int], thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    ids: Sequence[int],
+    thinking: bool | None = None,
+    **template: Any,
 ) -> int:
     """How many of a prompt's ids the next turn will begin with, whatever the answer is.
 
@@ -41,14 +45,14 @@ def stable_length(
 
     Args:
         messages: the conversation that was rendered to `ids`, the user's message last.
-        thinking: as it was rendered.
+        thinking, template: what the template was given besides: `enable_thinking`, `tools=...`.
     Returns:
         0..len(ids); 0 if the template cannot render a further turn.
     """
     later = [*messages, {"role": "assistant", "content": "."}, {"role": "user", "content": "."}]
     switch = {} if thinking is None else {"enable_thinking": thinking}
     try:
-        rendered = tokenizer.apply_chat_template(later, add_generation_prompt=True, **switch)
+        rendered = tokenizer.apply_chat_template(later, add_generation_prompt=True, **switch, **template)
     except Exception:  # a template may raise anything, and then nothing is known
         return 0
     pairs = enumerate(zip(ids, rendered, strict=False))

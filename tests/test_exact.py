@@ -124,8 +124,10 @@ def test_a_single_row_always_decides() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (dict(exact=-1.0), r"`exact` has to be True, or a margin above 0 in log-probability, got -1\.0"),
-        (dict(exact=float("nan")), "`exact` has to be True, or a margin above 0"),
+        (dict(exact=-1.0), r"`exact` has to be True, False, or a margin above 0 in log-probability, got -1\.0"),
+        (dict(exact=0), "`exact` has to be True, False, or a margin above 0 in log-probability, got 0"),
+        (dict(exact="yes"), "`exact` has to be True, False, or a margin above 0 in log-probability, got 'yes'"),
+        (dict(exact=float("nan")), "`exact` has to be True, False, or a margin above 0"),
         (dict(exact=True, sampler=make_sampler(1.0)), "`exact` is for greedy decoding"),
         (dict(exact=True, logits_processors=[lambda tokens, logits: logits]), "`exact` is for greedy decoding"),
     ],

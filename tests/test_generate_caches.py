@@ -159,6 +159,92 @@ def test_an_interrupt_anywhere_leaves_a_usable_cache(name, kind, nth, where, tok
     assert [r.token for r in stream(name, tokenizer, rest, max_tokens=20, block_size=8, prompt_cache=cache)] == expected
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_cancelling_the_next_turn_before_its_first_chunk_keeps_the_last_answer_whole(name, tokenizer) -> None:
+    """Its last token is not in the cache yet; it must not be lost."""
+    cache = make_prompt_cache(tiny(name), DRAFT)
+    said = PROMPT + [r.token for r in stream(name, tokenizer, max_tokens=10, prompt_cache=cache)]
+
+    def cancel(done, total):
+        raise KeyboardInterrupt
+
+    for wrong in (dict(prompt_progress_callback=cancel), dict(prefill_step_size=2, prompt_progress_callback=cancel)):
+        with pytest.raises(KeyboardInterrupt):
+            list(stream(name, tokenizer, [7, 8, 9], prompt_cache=cache, **wrong))
+        assert cache.tokens == said
+    again = stream(name, tokenizer, [7, 8, 9], max_tokens=20, prompt_cache=cache)
+    assert [r.token for r in again] == reference(name, said + [7, 8, 9], 20)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_a_token_whose_text_could_not_be_made_was_not_returned(name, at, tokenizer, scripted, monkeypatch) -> None:
+    """An interrupt in the detokenizer, in mid-block: what is held is what the caller got."""
+    truth = reference(name, PROMPT, 60)
+    scripted(truth, "all")
+    cache, left = make_prompt_cache(tiny(name), DRAFT), {"calls": at}
+    add = type(tokenizer.detokenizer).add_token
+
+    def interrupted(self, token):
+        left["calls"] -= 1
+        if left["calls"] < 0:
+            raise KeyboardInterrupt
+        add(self, token)
+
+    monkeypatch.setattr(type(tokenizer.detokenizer), "add_token", interrupted)
+    got: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        for response in stream(name, tokenizer, max_tokens=60, block_size=8, prompt_cache=cache):
+            got.append(response.token)
+    monkeypatch.undo()
+    assert got == truth[:at] and cache.tokens == PROMPT + got
+    turn = cache.tokens + [3]
+    rest = turn[cache.reuse(turn) :]
+    assert [r.token for r in stream(name, tokenizer, rest, max_tokens=20, prompt_cache=cache)] == reference(
+        name, turn, 20
+    )
+
+
+def test_an_interrupt_while_drafting_leaves_no_masks_in_the_context(tokenizer, monkeypatch) -> None:
+    """Rows of the block are written behind the context and forgotten, also then."""
+    from dflash_mlx.draft import context as module
+
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    update, left = module.KVCache.update_and_fetch, {"calls": -1}
+
+    class Interrupted(module.KVCache):
+        def update_and_fetch(self, keys, values):
+            result = update(self, keys, values)
+            left["calls"] -= 1
+            if left["calls"] == 0:
+                raise KeyboardInterrupt
+            return result
+
+    monkeypatch.setattr(module, "KVCache", Interrupted)
+    cache.reset()
+    responses = stream("llama", tokenizer, max_tokens=40, prompt_cache=cache)
+    got = [next(responses).token for _ in range(6)]
+    left["calls"] = 4
+    with pytest.raises(KeyboardInterrupt):
+        for response in responses:
+            got.append(response.token)
+    assert cache.tokens == PROMPT + got
+    assert cache.context_in_step().covers(cache.cache.length) and cache.context.start in (0, cache.cache.length)
+
+
+def test_a_cache_with_rows_of_unknown_tokens_is_not_continued(tokenizer) -> None:
+    """An interrupt in a prefill, between what the cache and what the list of tokens got."""
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    list(stream("llama", tokenizer, max_tokens=10, prompt_cache=cache))
+    del cache.tokens[-5:]
+    with pytest.raises(dflash_mlx.DFlashError, match="An interrupt left rows in it whose tokens are not known"):
+        list(stream("llama", tokenizer, [3], max_tokens=10, prompt_cache=cache))
+    turn = PROMPT + [1, 2]
+    rest = turn[cache.reuse(turn) :]
+    got = [r.token for r in stream("llama", tokenizer, rest, max_tokens=20, prompt_cache=cache)]
+    assert got == reference("llama", turn, 20)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-sliding"])
 def test_an_interrupt_while_a_prefill_chunk_is_computed_keeps_tokens_and_cache_together(name, tokenizer) -> None:
     cache = make_prompt_cache(tiny(name), DRAFT)

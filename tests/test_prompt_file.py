@@ -200,9 +200,55 @@ def test_a_write_that_stops_half_way_without_an_error_is_noticed(tmp_path: Path,
         os.truncate(name, os.path.getsize(name) // 2)
 
     monkeypatch.setattr(mlx_lm_cache, "save_prompt_cache", short)
-    with pytest.raises(OSError, match=r"Saving .* failed .*Is the disk full\? What was there before is kept"):
+    with pytest.raises(OSError, match=r"was cut short .*Is the disk full\? What was there before is kept"):
         save_prompt_cache(path, make_prompt_cache(tiny("llama"), DRAFT))
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["chat", "chat.cache", "chat.safetensors"])
+def test_any_name_can_be_saved_and_loaded(name: str, tmp_path: Path, monkeypatch) -> None:
+    """The suffix that MLX tells the format by is added where it is missing; ~ is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    ask(cache, "llama", prompt_of(9), 3)
+    save_prompt_cache(f"~/{name}", cache)
+    assert os.listdir(tmp_path) == [name if name.endswith(".safetensors") else f"{name}.safetensors"]
+    assert load_prompt_cache(f"~/{name}", tiny("llama"), DRAFT).tokens == cache.tokens
+
+
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    """A new file holds a conversation, and only its owner can read it."""
+    path, link = a_file(tmp_path), tmp_path / "link.safetensors"
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    link.symlink_to(path)
+    before = path.read_bytes()
+    save_prompt_cache(link, make_prompt_cache(tiny("llama"), DRAFT))
+    assert link.is_symlink() and path.read_bytes() != before and path.stat().st_mode & 0o777 == 0o644
+
+
+def test_another_config_with_the_same_weights_is_refused(tmp_path: Path) -> None:
+    """Keys are rotated as the config says: turning YaRN on changes no weight."""
+    from dataclasses import replace
+
+    path = a_file(tmp_path)
+    family = BY_NAME["llama"]
+    other = build(replace(family, config={**family.config, "rope_theta": 5000.0}))
+    with pytest.raises(CacheStateError, match="other weights or another config"):
+        load_prompt_cache(path, other, DRAFT)
+    assert fingerprint(tiny_draft()) == fingerprint(DRAFT) != fingerprint(tiny_draft(rope_theta=5000.0))
+
+
+def test_mlx_lms_arguments_are_told_apart(tmp_path: Path) -> None:
+    """The functions have its names and not its arguments."""
+    from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
+
+    with pytest.raises(ValueError, match="`cache` has to be a PromptCache, got list"):
+        save_prompt_cache(tmp_path / "c", mlx_lm_cache(tiny("llama")))
+    with pytest.raises(ValueError, match="`model` is missing"):
+        load_prompt_cache(a_file(tmp_path))
+    with pytest.raises(ValueError, match="`draft_model` has to be a DFlash draft or None, got int"):
+        make_prompt_cache(tiny("llama"), 4096)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

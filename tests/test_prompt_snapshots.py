@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx import make_prompt_cache, stable_length, stream_generate
+from dflash_mlx import make_prompt_cache, make_sampler, stable_length, stream_generate
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.prompt_cache import SNAPSHOTS, Reuse
 from tests.conftest import byte_tokenizer, tiny_draft
@@ -169,10 +169,129 @@ def test_a_second_request_on_a_cache_that_is_in_use_is_refused() -> None:
         with pytest.raises(CacheStateError, match="A request is still running on this prompt cache"):
             attempt()
     with pytest.raises(CacheStateError, match="A request is still running"):
-        cache.begin()
+        cache.begin(object())
+    with pytest.raises(CacheStateError, match="A request is still running"):
+        cache.reset()
     rest = [r.token for r in first]
     assert len(rest) == 19
     assert cache.reuse(prompt_of(9)) == 8
+
+
+def test_a_request_that_fails_at_its_start_does_not_lock_the_cache(monkeypatch) -> None:
+    """And a generator that was dropped in mid-answer gives the cache back."""
+    from dflash_mlx import generate as _  # noqa: F401  (the module, not the function)
+    from dflash_mlx.request import Request
+
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "detokenizer", property(lambda self: 1 / 0), raising=False)
+    with pytest.raises(ZeroDivisionError):
+        next(stream_generate(tiny("llama"), tokenizer, prompt_of(9), 20, DRAFT, prompt_cache=cache))
+    monkeypatch.undo()
+    opened = Request.open
+
+    def fail(request, stop):
+        opened(request, stop)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Request, "open", fail)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream_generate(tiny("llama"), TOKENIZER, prompt_of(9), 20, DRAFT, prompt_cache=cache))
+    monkeypatch.undo()
+    responses = stream_generate(tiny("llama"), TOKENIZER, prompt_of(9), 20, DRAFT, prompt_cache=cache)
+    next(responses)
+    del responses
+    assert ask(cache, "llama", prompt_of(9)) == reference("llama", prompt_of(9), 12)
+
+
+def test_planning_a_request_leaves_the_running_one_alone() -> None:
+    """`stream_generate` is a generator: until it is asked for a token nothing has changed."""
+    cache = make_prompt_cache(tiny("qwen3_5"), DRAFT)
+    ask(cache, "qwen3_5", prompt_of(30))
+    running = stream_generate(tiny("qwen3_5"), TOKENIZER, [1, 2], 20, DRAFT, prompt_cache=cache, mode="plain")
+    for _ in range(5):
+        next(running)
+    context = cache.context
+    stream_generate(tiny("qwen3_5"), TOKENIZER, [3], 20, DRAFT, prompt_cache=cache)
+    assert cache.context is context
+    list(running)
+    assert cache.context is context and context.start == 0 and context.covers(cache.cache.length)
+
+
+def test_the_whole_conversation_instead_of_its_rest_is_refused() -> None:
+    """Forgetting `ids[reused:]` would answer a conversation in which everything was said twice."""
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    ask(cache, "llama", prompt_of(30))
+    turn = prompt_of(30) + [1, 2, 3]
+    reused = cache.reuse(turn)
+    with pytest.raises(ValueError, match=r"has 33 tokens, and `prompt_cache.reuse\(ids\)` kept 30.*other 3 have to"):
+        stream_generate(tiny("llama"), TOKENIZER, turn, 12, DRAFT, prompt_cache=cache)
+    got = stream_generate(tiny("llama"), TOKENIZER, turn[reused:], 12, DRAFT, prompt_cache=cache)
+    assert [r.token for r in got] == reference("llama", turn, 12)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_chunk_ends_early_only_where_a_snapshot_is_taken(name: str, monkeypatch) -> None:
+    from dflash_mlx.decode import Session
+
+    widths, forward = [], Session.forward
+
+    def spy(session, ids):
+        widths.append(ids.size)
+        return forward(session, ids)
+
+    monkeypatch.setattr(Session, "forward", spy)
+    ask(make_prompt_cache(tiny(name), DRAFT), name, prompt_of(30), 1, stable=20)
+    assert widths == ([29, 1] if name == "llama" else [20, 9, 1])
+
+
+def test_a_snapshot_of_a_window_holds_the_window_only() -> None:
+    """A prefill chunk leaves thousands of rows in a ring until the next token."""
+    cache = make_prompt_cache(tiny("llama-sliding"), DRAFT)
+    prompt = prompt_of(300)
+    ask(cache, "llama-sliding", prompt, 5)
+    assert [layer.keys.shape[2] for layer in cache.places[-1].target.layers if layer is not None] == [16, 16]
+    edited = prompt + [3, 4]
+    assert ask(cache, "llama-sliding", edited) == reference("llama-sliding", edited, 12)
+    assert cache.last_reuse.reused == 299
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_seed_repeats_after_regenerate(name: str) -> None:
+    """Drafts depend on what a sliding context holds, and rejection sampling on the drafts."""
+    draft = tiny_draft(5, layer_types=["sliding_attention", "full_attention"], sliding_window=24)
+    cache, texts = make_prompt_cache(tiny(name), draft), []
+    sampler = make_sampler(4.0, seed=5)
+    for _ in range(3):
+        rest = prompt_of(40)[cache.reuse(prompt_of(40)) :]
+        responses = stream_generate(
+            tiny(name), TOKENIZER, rest, 40, draft, prompt_cache=cache, mode="dflash", sampler=sampler
+        )
+        texts.append([r.token for r in responses])
+    assert texts[0] == texts[1] == texts[2]
+    assert cache.context.layers[0].rows == 23
+
+
+def test_forgetting_forgets_what_would_have_been_read_again() -> None:
+    cache = make_prompt_cache(tiny("qwen3_5"), DRAFT)
+    ask(cache, "qwen3_5", prompt_of(30))
+    cache.reuse(prompt_of(25) + [1])
+    assert cache.last_reuse == Reuse(0, 25)
+    cache.reset()
+    responses = list(stream_generate(tiny("qwen3_5"), TOKENIZER, prompt_of(9), 3, DRAFT, prompt_cache=cache))
+    assert responses[-1].recomputed_tokens == 0 and not any("read again" in note for note in responses[-1].notes)
+
+
+def test_a_draft_that_joined_late_is_not_late_any_more_after_a_new_start() -> None:
+    """Its context has seen everything that is held."""
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    ask(cache, "llama", prompt_of(30))
+    cache.context = DRAFT.make_context(cache.cache.length)
+    other = prompt_of(20, seed=7)
+    rest = other[cache.reuse(other) :]
+    responses = list(stream_generate(tiny("llama"), TOKENIZER, rest, 12, DRAFT, prompt_cache=cache, mode="dflash"))
+    assert not any("has not seen" in note for note in responses[-1].notes)
+    assert cache.context.start == 0 and cache.context.covers(cache.cache.length)
 
 
 def test_a_border_outside_the_prompt_is_refused() -> None:
@@ -200,6 +319,14 @@ def test_the_stable_part_of_a_prompt_ends_where_the_template_opens_the_answer() 
     later = [*messages, {"role": "assistant", "content": tokenizer.decode(answer)}, {"role": "user", "content": "more"}]
     turn = tokenizer.apply_chat_template(later, add_generation_prompt=True)
     assert turn[:stable] == ids[:stable] and turn[: stable + 1] != ids[: stable + 1]
+
+
+def test_tools_in_the_prompt_do_not_hide_the_stable_part() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if tools %}T{{ tools|length }} {% endif %}" + THINKING
+    messages, tools = [{"role": "user", "content": "hello"}], [{"type": "function"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools)
+    assert stable_length(tokenizer, messages, ids, tools=tools) == len(ids) - len("<think>")
 
 
 def test_a_template_that_refuses_a_further_turn_has_no_stable_part() -> None:

@@ -134,6 +134,49 @@ def test_a_prompt_cache_goes_on_in_the_same_bits(name, tokenizer, scripted) -> N
     assert any(type(e) is QuantizedKVCache for e in caches[1].cache.entries)
 
 
+def test_bits_do_not_stick_to_a_prompt_cache(tokenizer) -> None:
+    """A later request without `kv_bits` is not quantised because an earlier one, short of its border, asked for it."""
+    model = wide("qwen3")
+    cache, said = make_prompt_cache(model, DRAFT), list[int]()
+    said += PROMPT + [
+        r.token for r in run(model, tokenizer, count=5, prompt_cache=cache, kv_bits=2, quantized_kv_start=40)
+    ]
+    later = run(model, tokenizer, [1, 2], 30, prompt_cache=cache)
+    assert all(type(e) is KVCache for e in cache.cache.entries)
+    theirs = generate_step(mx.array(said + [1, 2]), model, max_tokens=30)
+    assert [r.token for r in later] == [token for token, _ in theirs]
+
+
+@pytest.mark.parametrize("start", [0, 10, 40])
+def test_a_full_precision_list_goes_on_in_bits_as_in_mlx_lm(start: int, tokenizer, scripted) -> None:
+    """mlx_lm quantises after a forward, so the first one of the request still sees what was held."""
+    model, kv = wide("qwen3"), dict(kv_bits=2, quantized_kv_start=start, prefill_step_size=8)
+    caches = [mlx_lm_cache(model), mlx_lm_cache(model)]
+    for cache in caches:
+        list(mlx_lm.stream_generate(model, tokenizer, PROMPT, 10, prompt_cache=cache))
+    new = [5, 6, 7, 8]
+    theirs = [r.token for r in mlx_lm.stream_generate(model, tokenizer, new, 30, prompt_cache=caches[0], **kv)]
+    scripted(theirs, "mixed")
+    assert [r.token for r in run(model, tokenizer, new, 30, prompt_cache=caches[1], **kv)] == theirs
+
+
+def test_a_border_of_the_next_turn_does_not_change_what_is_quantised(tokenizer) -> None:
+    model, kv = wide("qwen3"), dict(kv_bits=2, quantized_kv_start=10, prefill_step_size=2048)
+    texts = []
+    for stable in (None, 15):
+        cache = make_prompt_cache(model, DRAFT)
+        cache.reuse(PROMPT, stable)
+        texts.append([r.token for r in run(model, tokenizer, count=20, prompt_cache=cache, **kv)])
+    assert texts[0] == texts[1]
+
+
+def test_bits_over_a_ring_are_noted(tokenizer) -> None:
+    """Where mlx_lm stops with NotImplementedError."""
+    for kwargs in (dict(max_kv_size=16), dict(prompt_cache=mlx_lm_cache(wide("qwen3"), 16))):
+        responses = stream_generate(wide("qwen3"), tokenizer, PROMPT, 5, kv_bits=4, quantized_kv_start=0, **kwargs)
+        assert any("`kv_bits` changes nothing here" in note for note in list(responses)[-1].notes)
+
+
 def test_other_bits_than_the_cache_holds_are_refused(tokenizer, scripted) -> None:
     cache = make_prompt_cache(wide("qwen3"), DRAFT)
     run(wide("qwen3"), tokenizer, count=5, prompt_cache=cache, kv_bits=8, quantized_kv_start=0)

@@ -173,6 +173,36 @@ def test_a_generator_may_be_left_in_any_thread(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
+def test_a_cache_that_was_cut_back_saved_or_loaded_in_one_thread_serves_another(name: str, tmp_path: Path) -> None:
+    """A server looks the cache up in one thread and generates in a worker."""
+    out = run(
+        f"""
+        from dflash_mlx import load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
+        from tests.conftest import byte_tokenizer, tiny_draft
+        from tests.families import BY_NAME, build, prompt_of, reference
+        model, tokenizer = build(BY_NAME[{name!r}]), byte_tokenizer()
+        draft = tiny_draft(5, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+        path, turn = {str(tmp_path / "c")!r}, prompt_of(30) + [7, 8]
+        def ask(cache, ids):
+            return [r.token for r in stream_generate(
+                model, tokenizer, ids, 20, draft, mode="dflash", prompt_cache=cache)]
+        def again(cache):
+            rest = turn[cache.reuse(turn):]
+            got = in_thread(ask, cache, rest)
+            in_thread(save_prompt_cache, path, cache)
+            return got
+        cache = make_prompt_cache(model, draft)
+        in_thread(ask, cache, prompt_of(30))
+        expected = reference({name!r}, turn, 20)
+        print(again(cache) == expected, again(load_prompt_cache(path, model, draft)) == expected)
+        cache = in_thread(load_prompt_cache, path, model, draft)
+        print(turn[cache.reuse(turn):] and ask(cache, turn[cache.reuse(turn):]) == expected)
+        """
+    )
+    assert out == "True True\nTrue\n"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_generator_may_move_to_another_thread_at_any_token(name: str) -> None:
     """An event loop that runs each step in a pool does this. Nothing of a step is left for the next thread."""
     out = run(

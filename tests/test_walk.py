@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
@@ -28,22 +28,22 @@ def a_turn() -> st.SearchStrategy[Turn]:
     never = st.none()
     return st.builds(
         Turn,
-        back=st.just(0) | st.integers(0, 45),
-        new=st.integers(0, 25),
+        back=st.just(0) | st.integers(0, 12) | st.integers(0, 60),
+        new=st.integers(0, 6) | st.sampled_from((13, 14, 15, 16, 17, 18, 33)),  # the targets' window is 16
         step=st.sampled_from((64, 7, 3, 1)),
         stable=never | st.integers(0, 12),
-        cycles=st.lists(st.tuples(st.sampled_from((1, 2, 3, 5, 8, 16)), st.integers(0, 15)), max_size=5).map(tuple),
+        cycles=st.lists(st.tuples(st.sampled_from((1, 2, 3, 5, 8, 16)), st.integers(0, 15)), max_size=8).map(tuple),
         mode=st.sampled_from(("dflash", "dflash", "plain")),
         taken=never | st.integers(0, 6),
         broken=never | never | st.integers(0, 6),
-        cancelled=never | never | never | st.integers(0, 4),
+        cancelled=never | never | never | never | st.integers(0, 4),
     )
 
 
 def a_walk() -> st.SearchStrategy[list[Operation]]:
-    cut = st.builds(Cut, st.integers(0, 45))
+    cut = st.builds(Cut, st.integers(0, 12) | st.integers(0, 60))
     abort = st.builds(Abort, st.integers(1, 16), st.none() | st.integers(0, 6))
-    return st.lists(a_turn() | a_turn() | cut | abort, min_size=2, max_size=6)
+    return st.lists(a_turn() | a_turn() | cut | abort, min_size=3, max_size=8)
 
 
 def kind(name: str) -> str:
@@ -60,9 +60,10 @@ WIDE = [("llama", mx.float32), ("qwen3", mx.float32), ("qwen3_5", mx.float32)]
 
 
 def explore(start: Callable[[str, mx.Dtype], Walk], targets: Sequence[tuple[str, mx.Dtype]], examples: int) -> None:
-    """Walk `examples` times; a failure names the target and the shortest list of operations."""
+    """Walk `examples` times, the same ways every time; a failure names the target and few operations."""
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+    @seed(len(targets))  # the three kinds go different ways
+    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
     @given(target=st.sampled_from(targets), operations=a_walk())
     def walk(target: tuple[str, mx.Dtype], operations: list[Operation]) -> None:
         walker = start(*target)
@@ -75,14 +76,13 @@ def explore(start: Callable[[str, mx.Dtype], Walk], targets: Sequence[tuple[str,
 @pytest.mark.parametrize("kind", TARGETS)
 def test_any_walk_ends_where_a_cold_run_does(kind: str) -> None:
     """Rollback, retract, trim, snapshots and the draft's context, in any order."""
-    explore(Walk, TARGETS[kind], 25)
+    explore(Walk, TARGETS[kind], 12)
 
 
 def test_any_walk_over_quantised_keys_equals_plain_decoding_with_the_same_history() -> None:
-    explore(QuantizedWalk, WIDE, 25)
+    explore(QuantizedWalk, WIDE, 12)
 
 
-@pytest.mark.xfail(strict=True, reason="such a cache is quantised by the next forward only, and a cut may come first")
 def test_a_cache_left_at_the_border_of_quantisation_and_cut_back_goes_on_as_after_plain_decoding(tokenizer) -> None:
     """Plain decoding had quantised it: a step was in flight when the caller left."""
     model, draft, kv = wide("llama"), draft_for("llama"), dict(kv_bits=4, quantized_kv_start=30)

@@ -29,9 +29,11 @@ class FullLayer:
 
     def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Context followed by the block's rows [1, heads, T, D]: [1, heads, rows + T, D]."""
-        both = self._store.update_and_fetch(keys, values)
-        self._store.trim(keys.shape[2])
-        return both
+        rows = self._store.offset
+        try:
+            return self._store.update_and_fetch(keys, values)
+        finally:  # also after an interrupt
+            self._store.offset = rows
 
     def drop(self, count: int) -> None:
         self._store.trim(count)
@@ -142,6 +144,7 @@ class DraftContext:
         for layer in self.layers:
             layer.drop(count)
         self.length -= count
+        self.start = min(self.start, self.length)
 
     def snapshot(self) -> ContextSnapshot:
         """This place, to come back to; it costs no memory while the context only grows."""
@@ -152,6 +155,18 @@ class DraftContext:
         for layer, place in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(place, snapshot.length - snapshot.start)  # type: ignore[arg-type]
         self.length, self.start = snapshot.length, snapshot.start
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layer forgets rows, so that dropping does not bring back what was seen then."""
+        return any(isinstance(layer, SlidingLayer) for layer in self.layers)
+
+    def covers(self, length: int) -> bool:
+        """Whether the next row is that of position `length`, in every layer that keeps all of them."""
+        rows = length - self.start
+        return self.length == length and all(
+            layer.rows == rows for layer in self.layers if isinstance(layer, FullLayer)
+        )
 
     def evaluate(self) -> None:
         """Force pending writes: after a prefill chunk, and before another thread may use the context."""
