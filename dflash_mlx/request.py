@@ -157,8 +157,9 @@ class Request:
                 session.settle()
             elif self.prompt_cache is not None:
                 session.finish()
-        except RuntimeError as error:  # MLX: what is not computed yet cannot be computed in this thread
-            session.cache.closed = session.cache.closed or f"It was left with work that cannot be finished ({error})."
+        except BaseException as error:  # a second interrupt, or work that MLX cannot finish in this thread
+            why = f"It was left before what was not returned could be taken back ({type(error).__name__}: {error})."
+            session.cache.closed = session.cache.closed or why
             raise
         finally:
             if self.prompt_cache is not None:

@@ -232,6 +232,27 @@ def test_an_interrupt_while_drafting_leaves_no_masks_in_the_context(tokenizer, m
     assert cache.context_in_step().covers(cache.cache.length) and cache.context.start in (0, cache.cache.length)
 
 
+def test_a_second_interrupt_while_the_first_is_tidied_up_closes_the_cache(tokenizer, scripted, monkeypatch) -> None:
+    """What was not returned could not be taken back: nothing is built on it, and `reuse` starts afresh."""
+    from dflash_mlx.decode import Session
+
+    truth = reference("llama", PROMPT, 60)
+    scripted(truth, "all")
+    cache = make_prompt_cache(tiny("llama"), DRAFT)
+    responses = stream("llama", tokenizer, max_tokens=60, block_size=8, prompt_cache=cache)
+    got = [next(responses).token for _ in range(4)]
+    monkeypatch.setattr(Session, "retract", lambda session: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        responses.close()
+    monkeypatch.undo()
+    with pytest.raises(dflash_mlx.DFlashError, match="left before what was not returned could be taken back"):
+        next(stream("llama", tokenizer, [3], max_tokens=10, prompt_cache=cache))
+    turn = PROMPT + got + [3]
+    assert cache.reuse(turn) == 0
+    again = stream("llama", tokenizer, turn, max_tokens=20, prompt_cache=cache)
+    assert [r.token for r in again] == reference("llama", turn, 20)
+
+
 def test_a_cache_with_rows_of_unknown_tokens_is_not_continued(tokenizer) -> None:
     """An interrupt in a prefill, between what the cache and what the list of tokens got."""
     cache = make_prompt_cache(tiny("llama"), DRAFT)

@@ -211,6 +211,7 @@ class Walk:
         ids = self.said[: max(len(self.said) - turn.back, 0)] + prompt_of(turn.new, seed=100 + self._count) or [1]
         stable = None if turn.stable is None else max(len(ids) - turn.stable, 0)
         reused = self.reuse(ids, stable)
+        self.compare()
         cycles = [(1, 0) if turn.mode == "plain" else cycle for cycle in turn.cycles]
         truth = self.truth(ids, 5 + sum(min(width, depth + 1) for width, depth in cycles), turn)
         options = Options(max_tokens=ENDLESS, mode=turn.mode, quantization=self.quantization)
