@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx import blas, quantized_kv
 from dflash_mlx.accept import Decider, make_decider
@@ -22,6 +20,7 @@ from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.exact import Cautious
+from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_plain
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
@@ -186,7 +185,7 @@ def plan(
         check_pair(draft, target, target.spec.model_type)
         block_size = _block(draft, options.block_size)
     held, entries = _check_cache(prompt_cache, target, draft)
-    reason = _why_plain(draft, options, target.spec.dtype) or _why_not_over(entries)
+    reason = why_plain(draft, options, target.spec.dtype) or why_not_over(entries)
     if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")
     present = held.cache.entries if held else entries
@@ -201,9 +200,9 @@ def plan(
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
         notes=(
-            *_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
+            *request_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
             *kv_notes,
-            *_target_notes(target, speculates),
+            *target_notes(target, speculates),
             *((blas.status().note,) if blas.status().active else ()),
         ),
         block_size=block_size if speculates else 1,
@@ -212,31 +211,6 @@ def plan(
         prompt_cache=held,
         entries=entries,
     )
-
-
-def _notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -> tuple[str, ...]:
-    """What the user should know about what runs: reasons first."""
-    notes = []
-    if reason is not None and options.mode == "auto":
-        notes.append(f"plain decoding: {reason}")
-    if unseen:
-        notes.append(
-            "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
-            "dflash_mlx.make_prompt_cache(model, draft_model) for all requests to this pair"
-        )
-    if adaptive and options.text_depends_on_blocks:
-        notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
-    return tuple(notes)
-
-
-def _target_notes(target: Target, speculates: bool) -> tuple[str, ...]:
-    notes = [] if target.spec.note is None else [target.spec.note]
-    if speculates and target.spec.width_dependent:
-        notes.append(
-            f"{target.spec.model_type} computes a block in another form than single tokens, so at a near-tie the "
-            "answer may differ from plain decoding; mode='plain' is plain decoding"
-        )
-    return tuple(notes)
 
 
 def _check_max_kv_size(options: Options, held: PromptCache | None, speculates: bool) -> None:
@@ -248,44 +222,6 @@ def _check_max_kv_size(options: Options, held: PromptCache | None, speculates: b
         raise ValueError(
             "`max_kv_size` is not honoured with `draft_model`: its ring would change the answer. Leave one out."
         )
-
-
-def _why_plain(draft: DraftModel | None, options: Options, dtype: mx.Dtype) -> str | None:
-    """Why this request does not speculate, or None."""
-    if draft is None:
-        return "no `draft_model` was given."
-    if options.mode == "plain":
-        return "`mode` is 'plain'."
-    if options.block_size == 1:
-        return "`block_size` is 1, which leaves no room for a draft."
-    if options.mode == "auto" and mx.default_device() == mx.cpu:
-        return _why_not_on_cpu(dtype)
-    return None
-
-
-def _why_not_over(entries: list | None) -> str | None:
-    """Why a cache list of the caller's cannot be speculated over, or None."""
-    if any(isinstance(entry, RotatingKVCache) and entry.keep for entry in entries or ()):
-        return (
-            "`prompt_cache` is a ring that keeps its first tokens (`max_kv_size`). A block over it sees other tokens "
-            "than single steps do, so the answer would change."
-        )
-    return None
-
-
-def _why_not_on_cpu(dtype: mx.Dtype) -> str | None:
-    """On a CPU a block is cheaper than its tokens one by one only in float32 with a real BLAS (bench/demo.py)."""
-    if dtype != mx.float32:
-        return (
-            f"the target runs in {str(dtype).removeprefix('mlx.core.')} on a CPU, where every drafted token costs as "
-            "much as a decoded one. Load with dtype='float32', or pass mode='dflash' to speculate anyway."
-        )
-    if not blas.status().fast:
-        return (
-            "MLX runs on a CPU with a reference BLAS, where every drafted token costs as much as a decoded one. Load "
-            "with blas='auto', or pass mode='dflash' to speculate anyway."
-        )
-    return None
 
 
 def _block(draft: DraftModel, block_size: int | None) -> int:

@@ -42,7 +42,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def paying(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where speculation may pay, so that `auto` adapts."""
-    monkeypatch.setattr("dflash_mlx.request._why_not_on_cpu", lambda dtype: None)
+    monkeypatch.setattr("dflash_mlx.fallback._why_not_on_cpu", lambda dtype: None)
 
 
 def stream(name, tokenizer, prompt=PROMPT, **kwargs):

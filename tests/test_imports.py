@@ -20,6 +20,7 @@ LAYERS = [
     {"proposers", "prompt_cache", "quantized_kv", "exact"},
     {"prompt_file"},
     {"decode", "options"},
+    {"fallback"},
     {"request", "load", "report"},
     {"generate"},
     {"divergence"},

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
 from dflash_mlx import make_prompt_cache, stream_generate
+from dflash_mlx.cache import KVQuantization
 from tests.conftest import draft_for
 from tests.families import BY_NAME, FAMILIES, SAME_TOKENS, prompt_of, tiny
 from tests.test_quantized_kv import wide
@@ -38,6 +39,7 @@ def a_turn() -> st.SearchStrategy[Turn]:
         taken=never | st.integers(0, 6),
         broken=never | never | st.integers(0, 6),
         cancelled=never | never | never | never | st.integers(0, 4),
+        whole=st.just(True) | st.booleans(),
     )
 
 
@@ -88,6 +90,7 @@ HARD = [
     Abort(width=16),
     Turn(back=60, new=3, cycles=((5, 4), (5, 2), *ONES * 2, (16, 12)), taken=1),  # below every window, from nothing
     Turn(back=4, new=0, cycles=((3, 0), (16, 6)), broken=0),
+    Turn(back=0, new=2, cycles=((8, 7),), whole=False),
     Turn(back=1, new=2, cycles=((8, 7),)),
 ]
 
@@ -102,7 +105,8 @@ def test_a_hard_walk_with_every_family(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), WIDE)
 def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype) -> None:
-    walk = QuantizedWalk(name, dtype)
+    """A block that crossed the border would see keys that plain decoding had quantised by then."""
+    walk = QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45))  # in a block of the third turn
     for operation in HARD:
         walk.do(operation)
 

@@ -39,6 +39,7 @@ ENDLESS = 1000
 class Turn:
     """Take back `back` tokens of what was said, add `new` ones, and answer.
 
+    whole:     the conversation is handed to `reuse`; otherwise only what is new follows, and nothing is taken back.
     step:      prefill_step_size.
     stable:    tokens at the end of the prompt that the next turn will not repeat; None is not known.
     cycles:    (width, first wrong draft) of each cycle; width 1 is a plain step.
@@ -57,6 +58,7 @@ class Turn:
     taken: int | None = None
     broken: int | None = None
     cancelled: int | None = None
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -208,19 +210,24 @@ class Walk:
         self.length += change
 
     def turn(self, turn: Turn) -> None:
-        ids = self.said[: max(len(self.said) - turn.back, 0)] + prompt_of(turn.new, seed=100 + self._count) or [1]
-        stable = None if turn.stable is None else max(len(ids) - turn.stable, 0)
-        reused = self.reuse(ids, stable)
-        self.compare()
+        new = prompt_of(turn.new, seed=100 + self._count) or [1]
+        border = None
+        if turn.whole:
+            ids = self.said[: max(len(self.said) - turn.back, 0)] + new
+            border = None if turn.stable is None else max(len(ids) - turn.stable, 0)
+            new = ids[self.reuse(ids, border) :]
+            self.compare()
+        else:
+            ids = self.said + new
         cycles = [(1, 0) if turn.mode == "plain" else cycle for cycle in turn.cycles]
-        truth = self.truth(ids, 5 + sum(min(width, depth + 1) for width, depth in cycles), turn)
+        truth = self.truth(ids, 5 + sum(min(width, depth + 1) for width, depth in cycles), turn.step, border)
         options = Options(max_tokens=ENDLESS, mode=turn.mode, quantization=self.quantization)
         request = plan(self.model, self.draft, options, self.held)
         session = request.open(())
         guide = Guide(session.proposer, truth, len(ids), cycles)
         session.proposer, session.schedule = guide, guide
         try:
-            said = self.answer(session, turn, ids[reused:], guide)
+            said = self.answer(session, turn, new, guide)
         finally:
             request.close(session)
         self.follow()
@@ -244,7 +251,7 @@ class Walk:
                 if said:
                     commit = next(commits)
                 assert list(commit.tokens) == guide.truth[len(said) :][: len(commit.tokens)]
-                assert commit.accepted == min(depth, commit.drafted)
+                assert len(commit.tokens) - 1 == commit.accepted == min(depth, commit.drafted)
                 assert session.position == session.cache.length + 1
                 said += commit.tokens
                 session.undelivered = 0
@@ -281,7 +288,8 @@ class Walk:
             mx.eval(self.held.target.forward(ids, cache, taps).hidden)
         cache.abort()
 
-    def truth(self, ids: list[int], count: int, turn: Turn) -> list[int]:
+    def truth(self, ids: list[int], count: int, step: int, border: int | None) -> list[int]:
+        """What plain decoding says after `ids`, of which `length` are held."""
         return reference(self.name, ids, count, self.dtype)
 
     def compare(self) -> None:
@@ -317,7 +325,7 @@ class QuantizedWalk(Walk):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        q = self.quantization = KVQuantization(bits=4, group_size=64, start=30)
+        q = self.quantization = self.quantization or KVQuantization(bits=4, group_size=64, start=30)
         self.decoding = Decoding(kv_bits=q.bits, kv_group_size=q.group_size, quantized_kv_start=q.start)
         self.twin, self.fed = make_entries(self.model), 0
         self._chunks: list[int] = []  # where those of the latest prompt end
@@ -340,12 +348,11 @@ class QuantizedWalk(Walk):
         self.fed = reused
         return reused
 
-    def truth(self, ids: list[int], count: int, turn: Turn) -> list[int]:
+    def truth(self, ids: list[int], count: int, step: int, border: int | None) -> list[int]:
         last, place = len(ids) - 1, self.fed
-        border = last if turn.stable is None else max(len(ids) - turn.stable, 0)
         self._chunks = []
         while place < last:
-            place = min(place + turn.step, *(b for b in (border, last) if b > place))
+            place = min(place + step, *(b for b in (border or last, last) if b > place))
             self._chunks.append(place)
         entries = copy.deepcopy(self.twin)
         self.feed(entries, ids, self.fed, last)

@@ -1,0 +1,74 @@
+"""Why a request decodes plainly, and what else the user is told: no fallback is silent."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+from dflash_mlx import blas
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.options import Options
+from dflash_mlx.targets import Target
+
+
+def why_plain(draft: DraftModel | None, options: Options, dtype: mx.Dtype) -> str | None:
+    """Why this request does not speculate, or None."""
+    if draft is None:
+        return "no `draft_model` was given."
+    if options.mode == "plain":
+        return "`mode` is 'plain'."
+    if options.block_size == 1:
+        return "`block_size` is 1, which leaves no room for a draft."
+    if options.mode == "auto" and mx.default_device() == mx.cpu:
+        return _why_not_on_cpu(dtype)
+    return None
+
+
+def why_not_over(entries: list | None) -> str | None:
+    """Why a cache list of the caller's cannot be speculated over, or None."""
+    if any(isinstance(entry, RotatingKVCache) and entry.keep for entry in entries or ()):
+        return (
+            "`prompt_cache` is a ring that keeps its first tokens (`max_kv_size`). A block over it sees other tokens "
+            "than single steps do, so the answer would change."
+        )
+    return None
+
+
+def _why_not_on_cpu(dtype: mx.Dtype) -> str | None:
+    """On a CPU a block is cheaper than its tokens one by one only in float32 with a real BLAS (bench/demo.py)."""
+    if dtype != mx.float32:
+        return (
+            f"the target runs in {str(dtype).removeprefix('mlx.core.')} on a CPU, where every drafted token costs as "
+            "much as a decoded one. Load with dtype='float32', or pass mode='dflash' to speculate anyway."
+        )
+    if not blas.status().fast:
+        return (
+            "MLX runs on a CPU with a reference BLAS, where every drafted token costs as much as a decoded one. Load "
+            "with blas='auto', or pass mode='dflash' to speculate anyway."
+        )
+    return None
+
+
+def request_notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -> tuple[str, ...]:
+    """What the user should know about what runs: reasons first."""
+    notes = []
+    if reason is not None and options.mode == "auto":
+        notes.append(f"plain decoding: {reason}")
+    if unseen:
+        notes.append(
+            "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "
+            "dflash_mlx.make_prompt_cache(model, draft_model) for all requests to this pair"
+        )
+    if adaptive and options.text_depends_on_blocks:
+        notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
+    return tuple(notes)
+
+
+def target_notes(target: Target, speculates: bool) -> tuple[str, ...]:
+    notes = [] if target.spec.note is None else [target.spec.note]
+    if speculates and target.spec.width_dependent:
+        notes.append(
+            f"{target.spec.model_type} computes a block in another form than single tokens, so at a near-tie the "
+            "answer may differ from plain decoding; mode='plain' is plain decoding"
+        )
+    return tuple(notes)
