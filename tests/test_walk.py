@@ -13,7 +13,7 @@ from zlib import crc32
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.cache import KVQuantization
 from tests.conftest import draft_for
-from tests.families import BY_NAME, FAMILIES, SAME_TOKENS, prompt_of, tiny
+from tests.families import BY_NAME, SAME_TOKENS, prompt_of, tiny
 from tests.test_quantized_kv import wide
 from tests.walking import Abort, Cut, Operation, QuantizedWalk, Turn, Walk
 
@@ -66,7 +66,7 @@ def explore(start: Callable[[str, mx.Dtype], Walk], targets: Sequence[tuple[str,
     """Walk `examples` times, the same ways every time; a failure names the target and few operations."""
 
     @seed(crc32(repr(targets).encode()))  # each kind goes other ways
-    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @settings(max_examples=examples, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
     @given(target=st.sampled_from(targets), operations=a_walk())
     def walk(target: tuple[str, mx.Dtype], operations: list[Operation]) -> None:
         walker = start(*target)
@@ -95,7 +95,7 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("name", [case.values[0] for case in SAME_TOKENS if case.values[1] == mx.float32])
 def test_a_hard_walk_with_every_family(name: str) -> None:
     """Everything once, near and above the window, so that no family waits for its turn in a random walk."""
     walk = Walk(name, mx.float32)
@@ -103,7 +103,7 @@ def test_a_hard_walk_with_every_family(name: str) -> None:
         walk.do(operation)
 
 
-@pytest.mark.parametrize(("name", "dtype"), WIDE)
+@pytest.mark.parametrize(("name", "dtype"), WIDE, ids=[name for name, _ in WIDE])
 def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype) -> None:
     """A block that crossed the border would see keys that plain decoding had quantised by then."""
     walk = QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45))  # in a block of the third turn
@@ -140,5 +140,5 @@ def test_a_cache_left_at_the_border_of_quantisation_and_cut_back_goes_on_as_afte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TARGETS, "quantised"])
-def test_a_thousand_walks(kind: str) -> None:
-    explore(*((QuantizedWalk, WIDE) if kind == "quantised" else (Walk, TARGETS[kind])), 1000)
+def test_hundreds_of_walks(kind: str) -> None:
+    explore(*((QuantizedWalk, WIDE) if kind == "quantised" else (Walk, TARGETS[kind])), 400)

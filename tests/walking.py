@@ -210,14 +210,14 @@ class Walk:
         self.length += change
 
     def turn(self, turn: Turn) -> None:
-        new = prompt_of(turn.new, seed=100 + self._count) or [1]
-        border = None
+        new, border = prompt_of(turn.new, seed=100 + self._count), None
         if turn.whole:
-            ids = self.said[: max(len(self.said) - turn.back, 0)] + new
+            ids = self.said[: max(len(self.said) - turn.back, 0)] + new or [1]
             border = None if turn.stable is None else max(len(ids) - turn.stable, 0)
             new = ids[self.reuse(ids, border) :]
             self.compare()
         else:
+            new = new or [1]
             ids = self.said + new
         cycles = [(1, 0) if turn.mode == "plain" else cycle for cycle in turn.cycles]
         truth = self.truth(ids, 5 + sum(min(width, depth + 1) for width, depth in cycles), turn.step, border)
@@ -226,12 +226,14 @@ class Walk:
         session = request.open(())
         guide = Guide(session.proposer, truth, len(ids), cycles)
         session.proposer, session.schedule = guide, guide
+        places = {place for place in (border or 0, len(ids) - 1) if self.length < place < len(ids)}
         try:
             said = self.answer(session, turn, new, guide)
         finally:
             request.close(session)
+        assert said is None or places <= set(self.held.snapshots)
         self.follow()
-        self.said = ids[: self.length] if said is None else ids + said
+        self.said = ids[: max(self.length, len(self.said))] if said is None else ids + said
         self._rows_at = {p: rows for p, rows in self._rows_at.items() if p in self.held.snapshots}
 
     def answer(self, session: Session, turn: Turn, new: list[int], guide: Guide) -> list[int] | None:
