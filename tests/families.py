@@ -248,7 +248,7 @@ def build(family: Family, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Mod
     return model
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)  # the same object every time: caches belong to it
 def tiny(name: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """The shared instance; tests do not change it."""
     return build(BY_NAME[name], dtype)

@@ -32,7 +32,7 @@ def test_memory_after_twenty_turns_has_grown_by_the_cache_only(name: str, kind: 
         said = said + prompt_of(4, seed=turn)
         ids = said[cache.reuse(said, max(len(said) - 2, 0)) :] if kind == "kept" else prompt_of(30)
         kept = cache if kind == "kept" else None
-        for response in stream_generate(model, tokenizer, ids, 40, DRAFT, mode="dflash", prompt_cache=kept):
+        for response in stream_generate(model, tokenizer, ids, 20, DRAFT, mode="dflash", prompt_cache=kept):
             said.append(response.token)
         if kind == "fresh":
             said = []

@@ -141,4 +141,4 @@ def test_a_cache_left_at_the_border_of_quantisation_and_cut_back_goes_on_as_afte
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TARGETS, "quantised"])
 def test_hundreds_of_walks(kind: str) -> None:
-    explore(*((QuantizedWalk, WIDE) if kind == "quantised" else (Walk, TARGETS[kind])), 400)
+    explore(*((QuantizedWalk, WIDE) if kind == "quantised" else (Walk, TARGETS[kind])), 120)
