@@ -9,10 +9,15 @@ from mlx_lm.generate import generate_step
 
 from dflash_mlx import make_sampler, stream_generate
 from dflash_mlx.accept import make_decider
+from dflash_mlx.blocksize import FixedBlock
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.decode import Session, decode
 from dflash_mlx.exact import Cautious
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Draws, SamplingPolicy
-from tests.families import BY_NAME, build
+from dflash_mlx.targets import target_for
+from tests.conftest import tokens_of
+from tests.families import BY_NAME, ScriptedProposer, build, prompt_of, tiny
 from tests.generating import DRAFT, PROMPT, scripted
 
 __all__ = ["scripted"]  # fixture
@@ -67,6 +72,24 @@ def test_near_ties_come_out_as_in_plain_decoding(name, dtype, script, tokenizer,
     assert last.stats.rechecked > 0
     assert last.stats.accepted > 5, "most positions are clear, and blocks still decide them"
     assert last.stats.emitted == COUNT == last.generation_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_that_states_and_keys_carry_on_needs_a_wider_margin(seed: int) -> None:
+    """Real rounding, not made up: Mamba-2 in bfloat16 computes blocks and single rows in different forms."""
+    model, prompt = tiny("nemotron_h", mx.bfloat16), prompt_of(21, seed=seed)
+    truth = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=COUNT)]
+    target, same = target_for(model), {}
+    for margin in (0.0, 2.0):
+        session = Session(
+            target,
+            TargetCache(target.make_entries(), 0),
+            ScriptedProposer(truth, ["all"]),
+            Cautious(SamplingPolicy(), Draws(0), margin),
+            FixedBlock(8),
+        )
+        same[margin] = tokens_of(decode(session, prompt, max_tokens=COUNT)) == truth
+    assert same == {0.0: False, 2.0: True}
 
 
 def test_a_margin_narrower_than_the_rounding_is_not_enough(tokenizer, scripted) -> None:
