@@ -27,7 +27,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models run, and how they are loaded; shared by generate and chat."""
     group = parser.add_argument_group("models")
     group.add_argument("--model", default="demo", help="folder, Hugging Face repository, or demo (default)")
-    group.add_argument("--draft", default="auto", help="auto (default), none, or a folder or repository")
+    group.add_argument(
+        "--draft", "--draft-model", default="auto", help="auto (default), none, or a folder or repository"
+    )
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16", "packed"],
@@ -63,7 +65,7 @@ def generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", "-p", help="default: standard input, if it is piped; '-' too")
     parser.add_argument("--system-prompt", help="a system message before the prompt")
-    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--raw", "--ignore-chat-template", action="store_true", help="do not apply the chat template")
     parser.add_argument("--stop", action="append", default=[], help="a string that ends the answer; may be repeated")
     parser.add_argument("--prefill-step-size", type=int, help="prompt tokens per forward (default: 2048, on a CPU 256)")
     parser.add_argument("--rule", choices=["rejection", "match"], default="rejection", help="at a temperature")
@@ -77,7 +79,7 @@ def generate_parser() -> argparse.ArgumentParser:
     group.add_argument("--kv-group-size", type=int, default=64, help="values that share a scale (default 64)")
     group.add_argument("--quantized-kv-start", type=int, default=5000, help="positions from which on (default 5000)")
     keeping = "continue from this .safetensors file where the prompt begins alike, and write it back"
-    group.add_argument("--prompt-cache", type=Path, metavar="FILE", help=keeping)
+    group.add_argument("--prompt-cache", "--prompt-cache-file", type=Path, metavar="FILE", help=keeping)
     add_model_arguments(parser)
     add_sampling_arguments(parser, 256)
     return parser

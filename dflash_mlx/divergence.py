@@ -80,6 +80,8 @@ def compare(
         ValueError: `prompt` is empty, or `policy` samples without a seed.
     """
     policy = policy or SamplingPolicy()
+    if isinstance(prompt, str):
+        raise ValueError("`prompt` has to be ids, got text. Give what both answers continue: tokenizer.encode(...).")
     if not len(prompt):
         raise ValueError("`prompt` has no tokens. Give the ids that both answers continue, at least one.")
     if not policy.greedy and policy.seed is None:

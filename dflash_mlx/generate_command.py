@@ -18,7 +18,7 @@ from dflash_mlx.generate import encode, stream_generate
 from dflash_mlx.load import load
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache, make_prompt_cache
-from dflash_mlx.prompt_file import load_prompt_cache, save_prompt_cache
+from dflash_mlx.prompt_file import cache_file, load_prompt_cache, save_prompt_cache
 from dflash_mlx.report import Answer, as_json, check_line, summary_lines
 from dflash_mlx.sampling import SamplingPolicy
 from dflash_mlx.segments import Segments
@@ -122,7 +122,7 @@ def _prompt_cache(path: Path | None, model: Any, draft: Any) -> PromptCache | No
     """The cache in the file, or an empty one that will be written there."""
     if path is None:
         return None
-    return load_prompt_cache(path, model, draft) if path.exists() else make_prompt_cache(model, draft)
+    return load_prompt_cache(path, model, draft) if cache_file(path).exists() else make_prompt_cache(model, draft)
 
 
 def _checked(check: Callable[[], Divergence], lines: list[str]) -> tuple[Divergence | None, int]:

@@ -54,7 +54,8 @@ def save_prompt_cache(path: str | os.PathLike[str], cache: PromptCache) -> None:
     with cache.exclusive():
         if cache.cache.closed is not None:
             raise CacheStateError(cache.cache.closed)
-        _write(_named(path), *_contents(cache))
+        entries, header = _contents(cache)
+        _write(cache_file(path), entries, header | {"digest": _digest(entries)})
 
 
 def _contents(cache: PromptCache) -> tuple[list[Any], dict[str, Any]]:
@@ -97,7 +98,7 @@ def load_prompt_cache(
             "`model` is missing: a cache belongs to a target, and is checked against it. For a file of mlx_lm's take "
             "mlx_lm.models.cache.load_prompt_cache."
         )
-    where = _named(path)
+    where = cache_file(path)
     entries, header = _read(where)
     if header.get("target") != fingerprint(model):
         raise _unusable(where, "it was saved for a target with other weights or another config")
@@ -151,6 +152,19 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def _digest(entries: Sequence[Any]) -> str:
+    """Of everything the entries hold, so that a damaged byte does not become wrong text."""
+    digest = hashlib.blake2b(digest_size=16)
+    held: Any = tree_flatten([entry.state for entry in entries])
+    for name, value in held:
+        digest.update(f"{name} ".encode())
+        if isinstance(value, mx.array):
+            digest.update(np.array(value.reshape(-1).view(mx.uint8)).tobytes() if value.size else b"")
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
 def _trimmed(entry: Any) -> Any:
     """Without the spare rows of a cache that grows in steps."""
     if not isinstance(entry, KVCache | QuantizedKVCache) or entry.empty():
@@ -167,7 +181,7 @@ def _rows(entry: KVCache) -> Rows | None:
     return None if entry.empty() else entry.keys_and_values()
 
 
-def _named(path: str | os.PathLike[str]) -> Path:
+def cache_file(path: str | os.PathLike[str]) -> Path:
     """The file itself, behind a link too; MLX tells the format by the suffix."""
     where = Path(path).expanduser()
     if where.suffix != ".safetensors":
@@ -215,6 +229,9 @@ def _read(path: Path) -> tuple[list[Any], dict[str, Any]]:
             why = f"its format is {header['format']}, and this version reads {FORMAT}"
             raise ValueError(why)
         mx.eval([entry.state for entry in entries])
+        if header["digest"] != _digest(entries):
+            why = "its contents have changed since they were written"
+            raise ValueError(why)
     except SafetensorError as error:
         raise _unusable(path, f"it is damaged or was cut short: {error}") from error
     except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

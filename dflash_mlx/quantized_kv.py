@@ -36,7 +36,8 @@ def check(target: Target, entries: Sequence[Any], q: KVQuantization | None) -> t
     if refusal is not None:
         raise ValueError(
             f"`kv_bits` {q.bits} in groups of {q.group_size} is not honoured for this {target.spec.model_type} target: "
-            f"its attention does not take such a cache ({refusal}). Leave it out, or choose another `kv_group_size`."
+            f"its attention does not take such a cache ({refusal}). Leave it out"
+            + (", or choose a `kv_group_size` that divides its heads." if "divisible" in refusal else ".")
         )
     return (f"`kv_bits`: {kept} of {len(entries)} layers keep windows or states, and stay as they are",) if kept else ()
 

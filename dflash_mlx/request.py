@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx import blas, quantized_kv
 from dflash_mlx.accept import Decider, make_decider
@@ -250,12 +251,18 @@ def _check_cache(
         if prompt_cache.cache.closed is not None:
             raise CacheStateError(prompt_cache.cache.closed)
         return prompt_cache, None
-    layers = len(target.make_entries())
-    if len(prompt_cache) != layers:
+    fresh = target.make_entries()
+    if len(prompt_cache) != len(fresh):
         raise ValueError(
-            f"`prompt_cache` has {len(prompt_cache)} entries and the model {layers} layers. A list for an "
-            "autoregressive draft does not fit; use make_prompt_cache(model, draft_model) of dflash_mlx."
+            f"`prompt_cache` has {len(prompt_cache)} entries and the model {len(fresh)}. A list for another model or "
+            "for an autoregressive draft does not fit; use make_prompt_cache(model, draft_model) of dflash_mlx."
         )
+    for index, (entry, own) in enumerate(zip(prompt_cache, fresh, strict=True)):
+        if isinstance(entry, ArraysCache) != isinstance(own, ArraysCache):
+            raise ValueError(
+                f"`prompt_cache` was made for another model: entry {index} is a {type(entry).__name__}, and this one's "
+                f"is a {type(own).__name__}. Make one with make_prompt_cache(model, draft_model) of dflash_mlx."
+            )
     return None, prompt_cache
 
 

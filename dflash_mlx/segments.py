@@ -85,13 +85,20 @@ class Segments:
     """
 
     def __init__(self, markers: Markers, *, opened: bool = False) -> None:
+        if not isinstance(markers, Markers):
+            raise ValueError(
+                f"`markers` has to be Markers, got {type(markers).__name__}. Take Segments.for_prompt(tokenizer, "
+                "prompt_ids)."
+            )
         self._markers = markers
         self._call = ""  # its marker and what came of it so far
         self._enter("reasoning" if opened else "start")
 
     @classmethod
     def for_prompt(cls, tokenizer: TokenizerWrapper, prompt_ids: Sequence[int]) -> Segments:
-        """For the answer to this prompt: all of it, also what a cache holds already."""
+        """For the answer to this prompt: all of its ids, also what a cache holds already."""
+        if isinstance(prompt_ids, str):
+            prompt_ids = tokenizer.encode(prompt_ids, add_special_tokens=False)
         return cls(Markers.of(tokenizer), opened=opens_reasoning(tokenizer, prompt_ids))
 
     @property

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from dflash_mlx.divergence import Divergence
 from dflash_mlx.proposal import Verdict
 from tests.folders import draft_folder, target_folder
 
+ROOT = Path(__file__).parent.parent
 KEYS = {
     *("text", "tokens", "finish_reason", "mode", "notes", "prompt_tokens", "generation_tokens"),
     *("prefill_s", "ttft_s", "decode_s", "total_s", "prompt_tps", "decode_tps", "request_tps"),
@@ -50,6 +52,8 @@ def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], 
     out, _ = capsys.readouterr()
     result = json.loads(out)
     assert result.keys() >= KEYS
+    keys = (ROOT / "dflash_mlx" / "README.md").read_text().split("## Keys of")[1].split("## Words")[0]
+    assert {key for key in result if f"`{key}`" not in keys} == set(), "every key is explained"
     assert len(result["tokens"]) == result["generation_tokens"] == 20
     assert result["finish_reason"] == "length" and result["mode"] == "dflash" and result["block_size"] == 4
     assert result["accepted"] + result["cycles"] + 1 == 20
@@ -91,13 +95,14 @@ def test_exact_and_quantised_keys_reach_the_request(models: list[str], capsys) -
 
 def test_a_prompt_cache_file_saves_the_common_beginning(models: list[str], capsys, tmp_path) -> None:
     """Two questions on one long text: the text is read once, and the answer is that of a cold run."""
-    path, text = tmp_path / "text.safetensors", "a long text. " * 20
+    path, text = tmp_path / "text", "a long text. " * 20  # the suffix is added
     run = [*models, "--raw", "--max-tokens", "12", "--json"]
     first = json.loads(_out(capsys, [*run, "--prompt", text + "one?", "--prompt-cache", str(path)]))
     warm = json.loads(_out(capsys, [*run, "--prompt", text + "two?", "--prompt-cache", str(path)]))
     cold = json.loads(_out(capsys, [*run, "--prompt", text + "two?"]))
     assert first["cached_tokens"] == 0 and warm["cached_tokens"] == len(text)
     assert warm["tokens"] == cold["tokens"] and warm["acceptance_histogram"] == cold["acceptance_histogram"]
+    path = path.with_suffix(".safetensors")
     path.write_bytes(path.read_bytes()[:1000])
     assert generate_main([*run, "--prompt", "x", "--prompt-cache", str(path)]) == 1
     assert "cannot be used as a prompt cache" in capsys.readouterr().err

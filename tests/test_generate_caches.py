@@ -383,6 +383,13 @@ def test_log_probabilities_can_be_read_in_another_thread(tokenizer) -> None:
     assert len(sums) == 20 and all(abs(total - 1) < 1e-3 for total in sums)
 
 
+def test_a_list_of_another_model_is_refused(tokenizer) -> None:
+    """Not an error of the library behind."""
+    for name, other in (("llama", "qwen3_5"), ("qwen3_5", "llama")):
+        with pytest.raises(ValueError, match="`prompt_cache` was made for another model: entry 0 is a"):
+            stream(name, tokenizer, prompt_cache=mlx_lm_cache(tiny(other)))
+
+
 def test_a_cache_of_other_models_is_refused(tokenizer) -> None:
     with pytest.raises(ValueError, match="was made for other models"):
         stream("llama", tokenizer, prompt_cache=make_prompt_cache(tiny("qwen3"), DRAFT))

@@ -140,6 +140,17 @@ def test_a_file_that_was_cut_short_is_one_clear_error(share: float, tmp_path: Pa
         load_prompt_cache(path, tiny("llama"), DRAFT)
 
 
+@pytest.mark.parametrize("where", [0.4, 0.7, 0.999])
+def test_one_damaged_byte_is_one_clear_error(where: float, tmp_path: Path) -> None:
+    """Not fluent nonsense."""
+    path = a_file(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * where)] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(CacheStateError, match="its contents have changed since they were written"):
+        load_prompt_cache(path, tiny("llama"), DRAFT)
+
+
 def test_a_file_of_another_kind_is_one_clear_error(tmp_path: Path) -> None:
     from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
     from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save

@@ -55,7 +55,7 @@ def test_the_generate_command_of_the_readme_runs(tmp_path: Path) -> None:
     assert "def " in done.stdout and "generation only" in done.stderr
 
 
-def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
     """With a tiny pair in the demo's place."""
     load_module = importlib.import_module("dflash_mlx.load")
 
@@ -65,8 +65,11 @@ def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys) 
 
     monkeypatch.setattr(load_module, "load", load)
     monkeypatch.setitem(vars(sys.modules["dflash_mlx"]), "load", load)
-    (code,) = blocks("python")
-    exec(code, {})
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for code in blocks("python"):
+        exec(code, names)
+    assert names["reused"] > 40 and (tmp_path / "chat.safetensors").exists()
     assert "tok/s generation only" in capsys.readouterr().out
 
 
