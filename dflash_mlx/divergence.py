@@ -12,8 +12,8 @@ and speculative decoding can choose differently; any other difference is a bug. 
 3. Blocks that move the logits by more than rounding can are a bug of the forward itself, not a near-tie.
 
 Measured on SmolLM2-135M by putting the hidden units of its MLPs in other orders: point 2 covers every choice that this
-flips in 1920 rows of bfloat16 and 960 of float16, and 99.9% in 960 of float32. What it cannot tell: a bug that first
-shows at a near-tie passes for one.
+flips in 1920 rows of bfloat16 and 960 of float16, and 99.9% in 960 of float32 (bench/LOG.md). What it
+cannot tell: a bug that first shows at a near-tie passes for one.
 """
 
 from __future__ import annotations

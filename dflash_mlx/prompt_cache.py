@@ -25,6 +25,7 @@ from dflash_mlx.draft.context import ContextSnapshot, DraftContext
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.targets import Target, target_for
+from dflash_mlx.templates import common_prefix
 
 SNAPSHOTS = 4  # of the newest turns; each holds its recurrent states and windows
 
@@ -97,7 +98,7 @@ class PromptCache:
         if stable is not None and not 0 <= stable <= len(ids):
             raise ValueError(f"`stable` has to be in 0..{len(ids)}, the length of `ids`, got {stable}.")
         with self.exclusive():
-            shared = min(_common_prefix(self.tokens, ids), self.cache.length, len(ids) - 1)
+            shared = min(common_prefix(self.tokens, ids), self.cache.length, len(ids) - 1)
             kept = self._keep(shared)
             self.cache.evaluate()  # another thread may generate
             if self.context is not None:
@@ -233,7 +234,3 @@ def make_prompt_cache(model: nn.Module, draft_model: DraftModel | None = None) -
             "`max_kv_size`) is not honoured here; for one, take mlx_lm.models.cache.make_prompt_cache."
         )
     return PromptCache(target_for(model), draft_model)
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

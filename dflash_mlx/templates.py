@@ -55,5 +55,9 @@ def stable_length(
         rendered = tokenizer.apply_chat_template(later, add_generation_prompt=True, **switch, **template)
     except Exception:  # a template may raise anything, and then nothing is known
         return 0
-    pairs = enumerate(zip(ids, rendered, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(rendered)))
+    return common_prefix(ids, rendered)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
