@@ -27,8 +27,33 @@ _VARIANTS = {
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """DFlash 2's grouped dynamic causal convolution: taps, and channels that share a dynamic kernel."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash 2's candidate path selector: rank of its codebooks, candidates per position."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """What a DFlash v1 draft is. Sizes in elements; ids are 0-based decoder-layer indices of the target."""
+    """What a DFlash draft is. Sizes in elements; ids are 0-based decoder-layer indices of the target.
+
+    convolution, selector: both given for DFlash 2, both None for DFlash v1.
+    draft_vocab_size: rows of a head of its own; None shares the target's head.
+    own_embedding: it carries an embedding; otherwise it shares the target's.
+    runtime_block_size: the block to run by default, at most `block_size`.
+    context_window: context rows that full layers keep by default; None keeps all.
+    verifier: the target that the checkpoint names, if it does.
+    format: "z-lab" or "speculators".
+    """
 
     hidden_size: int
     num_layers: int
@@ -54,6 +79,14 @@ class DraftConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     quantization: Mapping[str, Any] | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    runtime_block_size: int | None = None
+    context_window: int | None = None
+    verifier: str | None = None
+    format: str = "z-lab"
 
     def __post_init__(self) -> None:
         positive = (
