@@ -69,9 +69,7 @@ class ChatEngine:
                 last_text, last_at = text, now
                 self._emit(ModelLoading(text, fraction))
 
-        options = {name: value for name, value in asdict(job).items() if name in ("draft", "dtype", "blas")}
-        if job.gguf is not None:
-            options["gguf"] = job.gguf
+        options = {name: value for name, value in asdict(job).items() if name not in ("model", "launched_at")}
         try:
             # A warning on stderr would be lost under the screen; as a note it is read.
             with warnings.catch_warnings(record=True) as caught:

@@ -22,6 +22,12 @@ class LoadModel:
     blas: str = "auto"
     gguf: str | None = None
     """A GGUF file to use as the demo target instead of the packaged one."""
+    revision: str | None = None
+    draft_revision: str | None = None
+    draft_bits: int | None = None
+    draft_dtype: str | None = None
+    draft_window: int | None = None
+    """These five as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
 

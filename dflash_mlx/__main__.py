@@ -9,8 +9,10 @@ from dflash_mlx import __version__
 
 USAGE = f"""dflash_mlx {__version__}: exact DFlash speculative decoding on MLX.
 
-  python -m dflash_mlx.chat       a chat in the terminal        (dflash-metal chat)
-  python -m dflash_mlx.generate   one prompt, text or JSON      (dflash-metal generate)
+  python -m dflash_mlx.chat       a chat in the terminal                     (dflash-metal chat)
+  python -m dflash_mlx.generate   one prompt, text or JSON                   (dflash-metal generate)
+  python -m dflash_mlx models     the drafts there are, or a target's draft  (dflash-metal models)
+  python -m dflash_mlx convert    a smaller copy of a draft                  (dflash-metal convert)
 
 Each takes --help. In Python: from dflash_mlx import load, generate, stream_generate
 """
@@ -28,7 +30,24 @@ def _generate(argv: Sequence[str]) -> int:
     return generate_main(argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"chat": _chat, "generate": _generate}
+def _models(argv: Sequence[str]) -> int:
+    from dflash_mlx.models_command import models_main
+
+    return models_main(argv)
+
+
+def _convert(argv: Sequence[str]) -> int:
+    from dflash_mlx.convert_command import convert_main
+
+    return convert_main(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "chat": _chat,
+    "generate": _generate,
+    "models": _models,
+    "convert": _convert,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from dflash_mlx.app.jobs import LoadModel
 from dflash_mlx.app.settings import Settings
-from dflash_mlx.cli import INTERRUPTED, add_model_arguments, add_sampling_arguments
+from dflash_mlx.cli import INTERRUPTED, add_model_arguments, add_sampling_arguments, load_options
 
 QUIT_TIMEOUT_S = 5.0
 """How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
@@ -70,8 +70,7 @@ def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
         )
     except ValueError as error:
         made.error(str(error))
-    draft = None if args.draft == "none" else args.draft
-    load = LoadModel(args.model, draft, args.dtype, args.blas, args.gguf, launched_at)
+    load = LoadModel(args.model, launched_at=launched_at, **load_options(args))
     prompt: str | None = args.prompt if args.prompt is not None else args.prompt_option
 
     if prompt is not None or args.plain or not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):

@@ -41,6 +41,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("DFLASH_BLAS", "auto"),
         help="Linux: bind a real BLAS to MLX's CPU backend (default auto; DFLASH_BLAS sets it)",
     )
+    group.add_argument("--draft-bits", type=int, help="quantise the draft when it is loaded: 8 or 4")
+    group.add_argument("--draft-dtype", choices=["float32", "bfloat16"], help="of the draft's activations and context")
+    window = "positions that the draft's full-attention layers keep; default: all, or what the checkpoint says"
+    group.add_argument("--draft-window", type=int, help=window)
+    group.add_argument("--revision", help="branch, tag or commit of --model; default: the repository's main branch")
+    group.add_argument("--draft-revision", help="branch, tag or commit of the draft; default: what `models` shows")
     group.add_argument("--gguf", help="the demo target's GGUF file, if it is on this machine already")
 
 
@@ -74,6 +80,8 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help=checking)
     deciding = "greedy: decide near-ties again one token at a time, as plain decoding does"
     parser.add_argument("--exact", action="store_true", help=deciding)
+    refusing = "stop with an error if the draft turns out not to work, instead of decoding plainly"
+    parser.add_argument("--strict", action="store_true", help=refusing)
     group = parser.add_argument_group("memory")
     group.add_argument("--kv-bits", type=int, help="quantise keys and values of attention layers: 8 or 4, say")
     group.add_argument("--kv-group-size", type=int, default=64, help="values that share a scale (default 64)")
@@ -170,6 +178,21 @@ def print_summary(last: GenerationResponse, lines: list[str], *, interrupted: bo
     if interrupted:
         lines = ["interrupted; the text so far is above", *lines]
     print(*lines, sep="\n", file=sys.stderr)
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_model_arguments` read, as keyword arguments of `load`."""
+    return dict(
+        draft=None if args.draft == "none" else args.draft,
+        dtype=args.dtype,
+        blas=args.blas,
+        gguf=args.gguf,
+        revision=args.revision,
+        draft_revision=args.draft_revision,
+        draft_bits=args.draft_bits,
+        draft_dtype=args.draft_dtype,
+        draft_window=args.draft_window,
+    )
 
 
 class LoadingBar:

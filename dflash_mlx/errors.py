@@ -28,3 +28,7 @@ class FetchError(DFlashError):
 
 class CacheStateError(DFlashError):
     """begin/commit/abort came in the wrong order, or a cache cannot be used any more."""
+
+
+class DraftFault(DFlashError):
+    """The draft turned out not to work while it ran, and `strict` forbids to fall back to plain decoding."""

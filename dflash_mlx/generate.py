@@ -30,6 +30,7 @@ from dflash_mlx import threads
 from dflash_mlx.cache import KVQuantization
 from dflash_mlx.decode import Commit, Progress, Session, decode
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.health import Watch
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.report import summary_lines
@@ -47,7 +48,7 @@ class GenerationResponse(MlxLmResponse):
     processed; both 0.0 while unknown, because mlx_lm's fields are floats. `timings` and `stats` are
     running totals of the request, where unknown is None.
 
-    mode:          what ran: "dflash" or "plain".
+    mode:          what ran: "dflash" or "plain"; it turns from one to the other where a draft proves not to work.
     notes:         fallbacks and facts for the user.
     cycle:         0 = the token that prefill gave; tokens of one cycle share the number.
     accepted, drafted: of that cycle.
@@ -92,6 +93,7 @@ def stream_generate(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    strict: bool = False,
     input_embeddings: mx.array | None = None,
     requested_at: float | None = None,
 ) -> Generator[GenerationResponse]:
@@ -119,6 +121,8 @@ def stream_generate(
             decides them; a number is the margin in log-probability (True: by dtype). A step each: `dflash_mlx.exact`.
         kv_bits, kv_group_size, quantized_kv_start: as in mlx_lm, for attention layers; sliding windows and recurrent
             states stay as they are. The tokens are those of plain decoding with the same three.
+        strict: a draft that turns out not to work (NaN, or nothing of it accepted) raises `DraftFault`; otherwise
+            decoding goes on plainly, with a note.
     Raises:
         ValueError: an argument is out of range or not honoured; the message names it.
         DFlashError: the models do not fit together or are not supported.
@@ -144,6 +148,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
         requested_at=requested_at,
         exact=exact,
+        strict=strict,
         quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
     request = plan(model, draft_model, options, prompt_cache)
@@ -215,7 +220,7 @@ def _respond(
                         text += stops.feed(_flush(detokenizer)) + stops.flush()
                     if stops.matched is not None:
                         finish = "stop"
-                    response = _response(template, commit, index, text, finish)
+                    response = _response(template, session, commit, index, text, finish)
                     session.undelivered -= 1  # what fails or is interrupted before this was not given to anybody
                     yield response
                     threads.leave_cleanly()  # another thread may have taken over
@@ -263,11 +268,14 @@ def _flush(detokenizer: StreamingDetokenizer) -> str:
 
 
 def _response(
-    template: GenerationResponse, commit: Commit, index: int, text: str, finish: str | None
+    template: GenerationResponse, session: Session, commit: Commit, index: int, text: str, finish: str | None
 ) -> GenerationResponse:
-    timings = template.timings
+    timings, watch = template.timings, session.schedule
+    found = watch if isinstance(watch, Watch) else None
     return replace(
         template,
+        mode="plain" if found and found.stopped else template.mode,
+        notes=(*found.notes, *template.notes) if found else template.notes,
         text=text,
         token=commit.tokens[index],
         logprobs=commit.log_probs[index],

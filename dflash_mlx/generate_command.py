@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.cache import KVQuantization
-from dflash_mlx.cli import INTERRUPTED, LoadingBar, chat_ids, print_summary, printable
+from dflash_mlx.cli import INTERRUPTED, LoadingBar, chat_ids, load_options, print_summary, printable
 from dflash_mlx.cpu import prefill_step_size
 from dflash_mlx.divergence import Divergence, check
 from dflash_mlx.generate import encode, stream_generate
@@ -33,10 +33,7 @@ def run(args: argparse.Namespace, prompt: str) -> int:
     """
     policy, request = _policy(args), _request(args)
     with LoadingBar() as bar:
-        draft_name = None if args.draft == "none" else args.draft
-        model, tokenizer, draft = load(
-            args.model, draft=draft_name, dtype=args.dtype, blas=args.blas, gguf=args.gguf, progress=bar
-        )
+        model, tokenizer, draft = load(args.model, progress=bar, **load_options(args))
     ids = encode(tokenizer, chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw, thinking=args.think))
     cache = _prompt_cache(args.prompt_cache, model, draft)
     reused = cache.reuse(ids) if cache else 0
@@ -51,6 +48,7 @@ def run(args: argparse.Namespace, prompt: str) -> int:
         mode=args.mode,
         rule=args.rule,
         exact=args.exact,
+        strict=args.strict,
         **request,
     )
     answer, last, status = Answer(Segments.for_prompt(tokenizer, ids)), None, 0

@@ -21,6 +21,7 @@ class Options:
     block_size:   anchor + drafts per cycle; 1 is plain decoding, None the draft's choice.
     requested_at: `time.perf_counter()` when the user asked; None is when the request starts.
     exact:        decide near-ties again by single rows; a number is the margin in log-probability.
+    strict:       raise if the draft turns out not to work, instead of decoding plainly.
 
     Raises:
         ValueError: an argument is out of range; names it, the legal range and the value.
@@ -37,6 +38,7 @@ class Options:
     requested_at: float | None = None
     exact: bool | float = False
     quantization: KVQuantization | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if not _is_integer(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:

@@ -217,7 +217,7 @@ class PromptCache:
     def nbytes(self) -> int:
         """Bytes of keys, values, states, the draft's context and the snapshots."""
         entries = [*self.cache.entries, *(e for p in self.places for e in p.target.layers if e is not None)]
-        held = sum(entry.nbytes for entry in entries)
+        held = sum(entry.nbytes for entry in entries) + sum(p.context.nbytes for p in self.places if p.context)
         return held + sum(array.nbytes for array in (self.context.arrays if self.context else []))
 
 

@@ -7,11 +7,9 @@ a JSON header that says for which tokens and weights.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from dflash_mlx.cache import Snapshot, TargetCache
 from dflash_mlx.draft.context import ContextSnapshot, Rows
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
+from dflash_mlx.files import check_written, whole_file
 from dflash_mlx.prompt_cache import Place, PromptCache, make_prompt_cache
 from dflash_mlx.targets import text_part
 
@@ -77,6 +76,7 @@ def _contents(cache: PromptCache) -> tuple[list[Any], dict[str, Any]]:
         "length": cache.cache.length,
         "context_layers": len(context.layers) if context else 0,
         "context": [context.length, context.start] if context else None,
+        "window": context.window if context else None,
         "places": places,
     }
 
@@ -86,7 +86,8 @@ def load_prompt_cache(
 ) -> PromptCache:
     """Read a prompt cache that was saved for this target, in any thread.
 
-    A file that was saved for another draft, or for none, serves too: the draft then joins late and accepts less.
+    A file that was saved for another draft or draft window, or for none, serves too: the draft then joins late and
+    accepts less.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -115,7 +116,9 @@ def _fill(cache: PromptCache, entries: Iterator[Any], header: dict[str, Any]) ->
     target = TargetCache([next(entries) for _ in cache.cache.entries], header["length"])
     rows = [_rows(next(entries)) for _ in range(header["context_layers"])]
     context = None
-    if cache.draft is not None and header["draft"] == fingerprint(cache.draft) and header["context"]:
+    window = cache.context.window if cache.context else None
+    same = header.get("window") == window  # files of before there were windows have none
+    if cache.draft is not None and header["draft"] == fingerprint(cache.draft) and header["context"] and same:
         length, context_start = header["context"]
         context = cache.draft.make_context(context_start)
         for layer, held in zip(context.layers, rows, strict=True):
@@ -190,29 +193,15 @@ def cache_file(path: str | os.PathLike[str]) -> Path:
 
 
 def _write(path: Path, entries: Sequence[Any], header: dict[str, Any]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".safetensors", dir=path.parent)
-    os.close(handle)
-    aside = Path(name)
-    try:
+    with whole_file(path) as aside:
         try:
-            mlx_lm_cache.save_prompt_cache(name, list(entries), {"dflash": json.dumps(header)})
+            mlx_lm_cache.save_prompt_cache(str(aside), list(entries), {"dflash": json.dumps(header)})
         except RuntimeError as error:
             raise OSError(f"Saving {path} failed ({error}). What was there before is kept.") from error
         try:
-            with safe_open(aside, "numpy"):
-                pass  # notices a write that was cut short
-        except SafetensorError as error:
-            raise OSError(
-                f"Saving {path} was cut short ({error}). Is the disk full? What was there before is kept."
-            ) from error
-        if path.exists():
-            aside.chmod(path.stat().st_mode)
-        with aside.open("rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(aside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
+            check_written(aside)
+        except OSError as error:
+            raise OSError(f"Saving {path}: it {error.strerror} What was there before is kept.") from error
 
 
 def _read(path: Path) -> tuple[list[Any], dict[str, Any]]:

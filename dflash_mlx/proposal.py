@@ -29,7 +29,7 @@ class Proposal:
         """The same proposal with ids that can be embedded: one outside 0..vocab_size-1 becomes id 0.
 
         Exact without `probs`, where any guess is kept only if the target chose the same id. A token sampled
-        from `probs` [K, V] is in range by construction.
+        from `probs` [K, V] is in range by construction; where none could be, `probs` is NaN, which rejects any.
         """
         if not len(self):
             return self

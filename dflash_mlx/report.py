@@ -89,7 +89,7 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         f"prefill-inclusive {_rate(timings.request_tps)}",
     ]
     drafting = stats.cycles - stats.plain_steps
-    if last.mode == "dflash":
+    if last.mode == "dflash" or drafting:
         rate = stats.draft_acceptance_rate
         share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
         length = stats.mean_acceptance_length
@@ -100,8 +100,8 @@ def summary_lines(last: GenerationResponse) -> list[str]:
             lines.append(f"and {stats.plain_steps} plain steps, to rest from drafts that do not pay or to measure")
         if stats.rechecked:
             lines.append(f"{stats.rechecked} near-ties decided again by a forward over one token")
-    else:
-        lines.append("plain decoding")
+    if last.mode == "plain":
+        lines.append("from there on plain decoding" if drafting else "plain decoding")
     lines.append(f"peak memory: {last.peak_memory:.2f} GB")
     return lines + [f"note: {note}" for note in last.notes]
 

@@ -22,6 +22,7 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError
 from dflash_mlx.exact import Cautious
 from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_plain
+from dflash_mlx.health import Patient, Watch
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
@@ -109,12 +110,13 @@ class Request:
             base = positions_held(entries)
             cache, tokens = TargetCache(entries, base), []
         cache.quantize_from_now(options.quantization)
+        proposer = self._proposer(cache, draws)
         session = Session(
             target=self.target,
             cache=cache,
-            proposer=self._proposer(cache, draws),
+            proposer=proposer,
             decider=self._decider(draws, stop),
-            schedule=self._schedule(),
+            schedule=self._schedule(proposer, tokens),
             tokens=tokens,
             base=base,
             timings=Timings(start=options.requested_at),
@@ -132,10 +134,17 @@ class Request:
             return Cautious(policy, draws, options.margin)
         return make_decider(policy, options.processors, draws, rule=options.rule, stop=stop)
 
-    def _schedule(self) -> BlockSchedule:
-        if self.adaptive and self.draft is not None:
-            return AdaptiveBlock(self.block_size, self.draft.costs)
-        return FixedBlock(self.block_size)
+    def _schedule(self, proposer: Proposer, tokens: list[int]) -> BlockSchedule:
+        if self.mode != "dflash" or self.draft is None:
+            return FixedBlock(1)
+        options = self.options
+        adaptive = AdaptiveBlock(self.block_size, self.draft.costs) if self.adaptive else None
+        return Watch(
+            adaptive or FixedBlock(self.block_size),
+            Patient(self.target, self.draft, proposer, tokens),
+            insists=options.mode == "dflash" or options.text_depends_on_blocks,
+            strict=options.strict,
+        )
 
     def _proposer(self, cache: TargetCache, draws: Draws) -> Proposer:
         if self.draft is None:
@@ -204,6 +213,7 @@ def plan(
             *request_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
             *kv_notes,
             *target_notes(target, speculates),
+            *(draft.notes if draft is not None and speculates else ()),
             *((blas.status().note,) if blas.status().active else ()),
         ),
         block_size=block_size if speculates else 1,

@@ -60,6 +60,23 @@ class Stats:
 
 
 @dataclass
+class Track:
+    """What a draft gave, over requests, since it was last judged."""
+
+    cycles: int = 0  # that drafted
+    drafted: int = 0
+    accepted: int = 0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        self.cycles += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def start_again(self) -> None:
+        self.cycles = self.drafted = self.accepted = 0
+
+
+@dataclass
 class Timings:
     """Clocks of one request in seconds of `perf_counter`."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map_with_path
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 from dflash_mlx.accept import make_decider
 from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.cache import TargetCache
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.config import Convolution, DraftConfig, Selector
 from dflash_mlx.decode import Session
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.proposers import NullProposer
@@ -79,6 +81,29 @@ def draft_config(**changes: object) -> DraftConfig:
 def tiny_draft(seed: int = 3, **changes: object) -> DraftModel:
     mx.random.seed(seed)
     draft = DraftModel(draft_config(**changes))
+    draft.eval()
+    mx.eval(draft.parameters())
+    return draft
+
+
+DFLASH2 = dict(convolution=Convolution(2, 16), selector=Selector(8, 6))
+REDUCED = 64  # rows of the head of its own in OWN_PARTS
+OWN_PARTS = dict(draft_vocab_size=REDUCED, own_embedding=True)
+
+
+def special_draft(parts: Mapping[str, object], seed: int = 3, **changes: object) -> DraftModel:
+    """A draft with parts that a v1 draft of z-lab's has not, all of them random; a small head gets random ids."""
+    mx.random.seed(seed)
+    draft = DraftModel(replace(draft_config(**changes), **parts))  # type: ignore[arg-type]
+    noise = {"base_kernel": 0.5, "kernel_projection.weight": 0.1, "predecessor_codebook": 4.0}
+
+    def disturb(key: str, array: mx.array) -> mx.array:
+        scale = next((scale for name, scale in noise.items() if key.endswith(name)), 0.0)
+        return array + mx.random.normal(array.shape) * scale if scale else array
+
+    draft.update(tree_map_with_path(disturb, draft.parameters()))
+    if draft.config.draft_vocab_size is not None and draft.config.draft_vocab_size < draft.config.vocab_size:
+        draft.map_ids(mx.random.permutation(draft.config.vocab_size)[: draft.config.draft_vocab_size])
     draft.eval()
     mx.eval(draft.parameters())
     return draft

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import sample_utils
 from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors
 
 from dflash_mlx.accept import Matching, Rejection, Stepwise, _choose, make_decider
+from dflash_mlx.blocksize import FixedBlock
+from dflash_mlx.config import Convolution, Selector
 from dflash_mlx.decode import decode
+from dflash_mlx.draft.context import DraftContext
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.options import Options
 from dflash_mlx.proposal import Proposal, Verdict
@@ -27,7 +30,7 @@ from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.request import plan
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 from dflash_mlx.targets import target_for
-from tests.conftest import tiny_draft
+from tests.conftest import special_draft, tiny_draft
 from tests.families import tiny
 from tests.markov import VOCAB, Case, Make, chi_square_z, conditionals, counts, drawn, exact, guessed, process
 
@@ -182,8 +185,24 @@ def test_the_chi_square_test_notices(name: str) -> None:
 WORDS, PROMPT, TOKENS = 4, [0, 1], 3
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[llama.Model, DraftModel]:
+class Flickering(DraftModel):
+    """Its second row is NaN."""
+
+    def denoise(self, embeddings: mx.array, context: DraftContext) -> mx.array:
+        hidden = super().denoise(embeddings, context)
+        return mx.where(mx.arange(hidden.shape[1])[None, :, None] == 1, mx.nan, hidden)
+
+
+PARTS = {
+    "v1": {},
+    "DFlash 2": dict(convolution=Convolution(2, 16), selector=Selector(4, 3)),  # one word is no candidate
+    "three words": dict(draft_vocab_size=3),
+    "flickering": {},
+}
+
+
+@lru_cache
+def pair(kind: str = "v1") -> tuple[llama.Model, DraftModel]:
     """A target of 4 words and a draft that often agrees and has a decided q: a wrong one would show."""
     mx.random.seed(1)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -195,8 +214,15 @@ def pair() -> tuple[llama.Model, DraftModel]:
     model.update(tree_map_with_path(lambda key, a: a * 2 if a.ndim >= 2 else a, model.parameters()))
     model.eval()
     taps = {"target_layer_ids": [0, 1], "mask_token_id": 3}
-    draft = tiny_draft(6, **sizes, num_target_layers=2, num_hidden_layers=1, dflash_config=taps)
+    draft = special_draft(PARTS[kind], 6, **sizes, num_target_layers=2, num_hidden_layers=1, dflash_config=taps)
     draft.norm.weight = draft.norm.weight * 2.5
+    if kind == "three words":
+        draft.map_ids(mx.array([3, 0, 2]))
+        draft.lm_head.weight = model.lm_head.weight[mx.array([3, 0, 2])]
+    if kind == "flickering":
+        broken = Flickering(draft.config)
+        broken.load_weights(tree_flatten(draft.parameters()))
+        return model, broken
     return model, draft
 
 
@@ -215,24 +241,33 @@ def enumerated(model: llama.Model, case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rule", "case"),
+    ("rule", "case", "kind"),
     [
-        ("rejection", FILTERS["top-p"]),
-        ("match", FILTERS["top-p"]),
-        ("rejection", FILTERS["xtc"]),
-        ("rejection", PROCESSORS["repetition"]),
+        ("rejection", FILTERS["top-p"], "v1"),
+        ("match", FILTERS["top-p"], "v1"),
+        ("rejection", FILTERS["xtc"], "v1"),
+        ("rejection", PROCESSORS["repetition"], "v1"),
+        ("rejection", FILTERS["top-p"], "DFlash 2"),
+        ("match", FILTERS["top-p"], "DFlash 2"),
+        ("rejection", FILTERS["top-p"], "three words"),
+        ("rejection", FILTERS["temperature"], "flickering"),
     ],
-    ids=["rejection", "match", "xtc", "repetition"],
+    ids=["rejection", "match", "xtc", "repetition", "dflash2", "dflash2-match", "three-words", "flickering"],
 )
-def test_decoding_with_a_real_draft_has_the_targets_own_distribution(rule: str, case: Case, pair) -> None:
-    model, draft = pair
+def test_decoding_with_a_real_draft_has_the_targets_own_distribution(rule: str, case: Case, kind: str) -> None:
+    """A q that lies on some of the words only, that depends on the path, or that is NaN in one row, among them.
+
+    A text has one token more than is compared, so that the block after the one of prefill has two drafts.
+    """
+    model, draft = pair(kind)
     table, accepted = np.zeros((WORDS,) * TOKENS), 0
     for seed in range(400):
         policy, processors = replace(case.policy, seed=seed), tuple(case.processors())
         options = Options(block_size=3, mode="dflash", rule=rule, policy=policy, processors=processors)
         session = plan(model, draft, options).open(stop=())
-        commits = decode(session, PROMPT, max_tokens=TOKENS)
-        table[tuple(token for commit in commits for token in commit.tokens)] += 1
+        session.schedule = FixedBlock(3)  # nobody stops a draft that returns NaN
+        text = [token for commit in decode(session, PROMPT, max_tokens=TOKENS + 1) for token in commit.tokens]
+        table[tuple(text[:TOKENS])] += 1
         accepted += session.stats.accepted
     assert accepted > 100
     assert abs(chi_square_z(table, enumerated(model, case))) < 3

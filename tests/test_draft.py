@@ -2,98 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import llama
 from mlx_lm.models.rope_utils import initialize_rope
 
+from dflash_mlx import make_prompt_cache, stream_generate
+from dflash_mlx.cache import TargetCache
 from dflash_mlx.draft.context import DraftContext
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.rope import make_rope
 from dflash_mlx.errors import CheckpointError
-from tests.conftest import draft_config, tiny_draft
+from dflash_mlx.sampling import make_sampler
+from dflash_mlx.targets import target_for
+from dflash_mlx.threads import leave_cleanly
+from tests.conftest import DFLASH2, OWN_PARTS, draft_config, special_draft, tiny_draft
+from tests.draft_reference import reference_denoise, reference_keys
+from tests.families import BY_NAME, prompt_of, tiny
 
 HIDDEN, DIM = 64, 16
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-
-
-# --- An independent implementation of the paper's formulas, in float64. ---
-
-
-def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
-def rotary(config) -> tuple[np.ndarray, float]:
-    """inverse frequencies [D/2] and the factor on q and k."""
-    base = config.rope_theta ** (-np.arange(0, DIM, 2) / DIM)
-    scaling = config.rope_scaling
-    if not scaling:
-        return base, 1.0
-    s, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    corr = [DIM * np.log(original / (2 * np.pi * n)) / (2 * np.log(config.rope_theta)) for n in (32, 1)]
-    if scaling.get("truncate", True):
-        corr = [np.floor(corr[0]), np.ceil(corr[1])]
-    low, high = max(corr[0], 0), min(corr[1], DIM - 1)
-    ramp = np.clip((np.arange(DIM // 2) - low) / (high - low), 0, 1)
-    factor = scaling.get("attention_factor") or 0.1 * np.log(s) + 1
-    return base * ((1 - ramp) + ramp / s), factor
-
-
-def rotate(x: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
-    """[T, heads, D], split halves."""
-    inverse, factor = rotary(config)
-    angle = positions[:, None, None] * inverse
-    a, b = np.split(x * factor, 2, axis=-1)
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
-def reference_denoise(draft: DraftModel, features: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """features [S, F] of positions 0..S-1, block [T, H] embeddings -> [T-1, H]."""
-    c = draft.config
-    w = {k: np.array(v.astype(mx.float32), dtype=np.float64) for k, v in tree_flatten(draft.parameters())}
-    eps, groups = c.rms_norm_eps, c.num_heads // c.num_kv_heads
-    context = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    start, rows = len(features), len(block)
-    where = np.arange(start, start + rows)
-    x = block.astype(np.float64)
-    for i in range(c.num_layers):
-        p = f"layers.{i}."
-        u = rms(x, w[p + "input_layernorm.weight"], eps)
-
-        def heads(rows_in, name, norm=None, positions=None, p=p):
-            y = (rows_in @ w[f"{p}self_attn.{name}_proj.weight"].T).reshape(len(rows_in), -1, DIM)
-            if norm:
-                y = rotate(rms(y, w[f"{p}self_attn.{norm}.weight"], eps), positions, c)
-            return y
-
-        q = heads(u, "q", "q_norm", where)
-        k = np.concatenate([heads(context, "k", "k_norm", np.arange(start)), heads(u, "k", "k_norm", where)])
-        v = np.concatenate([heads(context, "v"), heads(u, "v")])
-        out = np.zeros_like(q)
-        for row in range(rows):
-            key = np.arange(start + rows)
-            seen = np.ones(start + rows, bool)
-            if c.is_causal(i):
-                seen &= key <= where[row]
-            if c.layer_types[i] == "sliding_attention":
-                seen &= where[row] - key < c.sliding_window
-            for head in range(c.num_heads):
-                score = k[:, head // groups] @ q[row, head] * DIM**-0.5
-                score = np.where(seen, score, -np.inf)
-                weight = np.exp(score - score.max())
-                out[row, head] = (weight / weight.sum()) @ v[:, head // groups]
-        x = x + out.reshape(rows, -1) @ w[p + "self_attn.o_proj.weight"].T
-        u = rms(x, w[p + "post_attention_layernorm.weight"], eps)
-        gate, up = (u @ w[f"{p}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        x = x + (silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
-    return rms(x, w["norm.weight"], eps)[1:]
-
 
 VARIANTS = {
     "full": {},
@@ -218,6 +150,33 @@ def test_yarn_ignores_mscale() -> None:
     assert mx.array_equal(plain(x, offset=9), with_keys(x, offset=9))
 
 
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3])
+def test_another_thread_can_be_the_first_to_draft(scaling: dict) -> None:
+    """A chat loads in one thread and answers in another, which can compute nothing that the first left lazy."""
+    draft = special_draft(OWN_PARTS, rope_scaling=scaling)
+    features, block = data(6)
+    found: list[mx.array | Exception] = []
+
+    def work() -> None:
+        leave_cleanly()
+        try:
+            ids = draft.target_ids(mx.argmax(draft.lm_head(mx.array(run(draft, [features], block))), axis=-1))
+            mx.eval(ids)
+            found.append(ids)
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], mx.array), found
+
+
 @pytest.mark.parametrize("scaling", [{"rope_type": "yarn"}, {"rope_type": "spiral", "factor": 2.0}])
 def test_an_unusable_rope_scaling_is_named(scaling: dict) -> None:
     with pytest.raises(CheckpointError, match=r"rope scaling .* is not usable"):
@@ -232,14 +191,96 @@ def test_logit_transforms_are_the_drafts_own() -> None:
     assert tiny_draft().transform_logits(logits) is logits
 
 
-def test_huge_features_stay_finite() -> None:
-    """They would overflow float16, to which no draft is ever cast."""
-    draft = tiny_draft()
-    draft.set_dtype(mx.bfloat16)
+STORED = [mx.float32, mx.bfloat16, mx.float16]
+
+
+@pytest.mark.parametrize("given", STORED, ids=str)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("parts", [{}, DFLASH2], ids=["v1", "dflash2"])
+def test_huge_features_stay_finite(parts: dict, stored: mx.Dtype, given: mx.Dtype) -> None:
+    """They would overflow float16 on fusion; a draft that is stored in it computes in float32."""
+    draft = special_draft(parts)
+    draft.set_dtype(stored)
     features, block = data(6)
+    huge = mx.clip(mx.array(features) * 1e5, -6e4, 6e4) if given == mx.float16 else mx.array(features) * 1e5
     context = draft.make_context()
-    draft.extend(context, mx.array(features)[None] * 1e5)
-    assert mx.isfinite(draft.denoise(mx.array(block)[None], context)).all().item()
+    draft.extend(context, huge.astype(given)[None])
+    hidden = draft.denoise(mx.array(block).astype(given)[None], context)
+    assert mx.isfinite(hidden).all().item() and mx.abs(hidden).max().item() > 0.1
+    expected = mx.float32 if stored == mx.float16 else stored
+    assert {array.dtype for array in [hidden, *context.arrays]} == {expected} == {draft.dtype}
+
+
+@pytest.mark.parametrize("parts", [{}, DFLASH2, OWN_PARTS], ids=["v1", "dflash2", "own parts"])
+@pytest.mark.parametrize("ours", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("theirs", STORED, ids=str)
+def test_target_and_draft_keep_their_dtypes(tokenizer, theirs: mx.Dtype, ours: mx.Dtype, parts: dict) -> None:
+    """A target's cache that the draft widened would take twice the memory, and give another text."""
+    model, draft = tiny("llama", theirs), special_draft(parts)
+    draft.set_dtype(ours)
+    for options in ({}, {"sampler": make_sampler(temp=0.8, seed=1)}):
+        held, plain = make_prompt_cache(model, draft), make_prompt_cache(model, None)
+        prompt = prompt_of(21)
+        texts = [
+            [r.token for r in stream_generate(model, tokenizer, prompt, 12, prompt_cache=cache, **options, **more)]
+            for cache, more in ((held, dict(draft_model=draft, mode="dflash", block_size=4)), (plain, {}))
+        ]
+        if not options:
+            assert texts[0] == texts[1]
+        assert {(e.keys.dtype, e.values.dtype) for e in held.cache.entries} == {(theirs, theirs)}
+        assert held.context is not None and {array.dtype for array in held.context.arrays} == {ours}
+
+
+def counting() -> llama.Model:
+    """Its layer i adds 2^i to every channel, and nothing else, so that a feature says which layers it is the sum of."""
+    config = dict(BY_NAME["llama"].config, mlp_bias=True)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    for index, layer in enumerate(model.layers):
+        layer.mlp.down_proj.bias = mx.full((HIDDEN,), 2.0**index)
+    return model
+
+
+def test_every_draft_gets_the_outputs_of_its_own_layers(tokenizer) -> None:
+    """One layer off, or those of the draft before it: correct text and poor acceptance. Drafts A, B and A again."""
+    model = counting()
+    before = [type(layer) for layer in model.layers], set(vars(model)), set(model)
+
+    class Hearing(DraftModel):
+        def extend(self, context: DraftContext, features: mx.array) -> None:
+            heard.append(features)
+            super().extend(context, features)
+
+    a, b = (Hearing(draft_config(dflash_config={"target_layer_ids": taps})) for taps in ([2, 0], [0, 1, 3]))
+    for draft, layers in ((a, [2, 0]), (b, [0, 1, 3]), (a, [2, 0])):
+        heard: list[mx.array] = []
+        options = dict(draft_model=draft, mode="dflash", block_size=4)
+        assert len(list(stream_generate(model, tokenizer, prompt_of(9), 6, **options))) == 6
+        features = mx.concatenate(heard, axis=1)[0].reshape(-1, len(layers), HIDDEN)
+        assert len(features) >= 9
+        for place, layer in enumerate(layers):
+            assert np.unique(np.array(features[:, place])).tolist() == [2.0 ** (layer + 1) - 1]
+    assert ([type(layer) for layer in model.layers], set(vars(model)), set(model)) == before
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4"])
+def test_the_targets_partial_rotary_is_not_the_drafts(tokenizer, name: str) -> None:
+    """These targets rotate half of a head. A draft that did so, too, would accept next to nothing."""
+    model = tiny(name)
+    draft = tiny_draft(rope_theta=5000.0)
+    held = make_prompt_cache(model, draft)
+    for _ in stream_generate(model, tokenizer, prompt_of(21), 8, draft, prompt_cache=held, mode="dflash", block_size=4):
+        pass
+    target = target_for(model)
+    cache = TargetCache(target.make_entries(), 0)
+    cache.begin(held.cache.length)
+    ids = mx.array([held.tokens[: held.cache.length]])
+    features = target.forward(ids, cache, draft.config.target_layer_ids).features
+    assert features is not None and held.context is not None
+    for index, layer in enumerate(held.context.layers):
+        assert layer.held is not None
+        expected = reference_keys(draft, np.array(features[0]), index)
+        np.testing.assert_allclose(np.array(layer.held[0][0]), expected.swapaxes(0, 1), atol=1e-3)
 
 
 def test_parameter_count_follows_the_published_formula() -> None:

@@ -12,19 +12,21 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
-    {"errors", "stats", "proposal", "config", "stops", "segments", "templates", "registry", "threads", "blocksize"},
+    {"errors", "stats", "proposal", "stops", "segments", "templates", "registry", "threads", "blocksize", "files"},
+    {"config", "spellings"},
+    {"hub_errors", "hub_cache", "model_card", "repository", "resolve"},
     {"elf", "openblas", "blas", "cpu", "demo"},
     {"sampling", "layer_state", "rounding"},
     {"cache"},
     {"targets", "draft", "accept"},
-    {"proposers", "prompt_cache", "quantized_kv", "exact"},
+    {"proposers", "prompt_cache", "quantized_kv", "exact", "preflight", "inspection"},
     {"prompt_file"},
     {"decode", "options"},
-    {"fallback"},
-    {"request", "load", "report"},
+    {"fallback", "health"},
+    {"request", "load", "report", "convert"},
     {"generate"},
     {"divergence"},
-    {"cli", "generate_command"},
+    {"cli", "generate_command", "models_command", "convert_command"},
     {"app"},
     {"chat"},
     {"__main__"},
@@ -40,11 +42,12 @@ def test_importing_the_package_imports_no_mlx() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["generate", "chat"])
+@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models"])
 def test_help_imports_no_mlx(module: str) -> None:
+    name, *words = module.split()
     code = (
-        "import sys, runpy; sys.argv = ['x', '--help']\n"
-        f"try: runpy.run_module('dflash_mlx.{module}', run_name='__main__')\n"
+        f"import sys, runpy; sys.argv = ['x', *{words}, '--help']\n"
+        f"try: runpy.run_module('dflash_mlx.{name}', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'mlx.core' not in sys.modules and 'textual' not in sys.modules"
     )

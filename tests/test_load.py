@@ -11,12 +11,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-from dflash_mlx import load, registry
+from dflash_mlx import load
 from dflash_mlx import load as load_function
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CheckpointError, FetchError, IncompatiblePair
+from tests import checkpoints
+from tests.fake_hub import FakeHub
 from tests.folders import draft_folder, target_folder
 
 
@@ -75,7 +76,7 @@ def test_dtype_is_selectable_and_the_draft_follows_on_a_cpu(pair: tuple[str, str
 def test_progress_says_what_is_done(pair: tuple[str, str]) -> None:
     said = []
     load(pair[0], draft=pair[1], blas="off", progress=lambda message, share: said.append(message))
-    assert said[0] == f"Loading {pair[0]}" and f"Loading the draft {pair[1]}" in said
+    assert said == [f"Loading {pair[0]}", f"Draft {pair[1]}: it was asked for", f"Loading the draft {pair[1]}"]
 
 
 @pytest.mark.parametrize(
@@ -120,30 +121,6 @@ def test_an_incomplete_folder_says_what_is_missing(tmp_path: Path, pair: tuple[s
         load(str(tmp_path), blas="off")
 
 
-def gated() -> GatedRepoError:
-    """Made without a response, whose class depends on the hub library's version."""
-    error = GatedRepoError.__new__(GatedRepoError)
-    error.args = ("403 gated",)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (LocalEntryNotFoundError("offline"), "not in the local cache and the hub cannot be reached. Connect once"),
-        (gated(), "The hub refused org/model.*accept its licence"),
-        (OSError(28, "No space left on device"), "No space left on device.*the next try continues"),
-    ],
-)
-def test_a_failed_fetch_says_what_to_do(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(FetchError, match=message):
-        load("org/model", blas="off")
-
-
 def test_a_draft_where_a_model_is_expected_says_how_to_use_it(tmp_path: Path, capsys) -> None:
     """Through Python, the command line and the chat; not "missing parameters: embed_tokens"."""
     from dflash_mlx.cli import generate_main
@@ -177,7 +154,7 @@ def test_a_model_where_a_draft_is_expected_says_how_to_use_it(tmp_path: Path, ca
     path = target_folder(tmp_path / "target") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
     folder = str(path.parent)
-    message = "If this is an ordinary language model, use it with mlx_lm's own speculative decoding"
+    message = "use this one with mlx_lm's own speculative decoding"
     with pytest.raises(CheckpointError, match=message):
         load(folder, draft=folder, blas="off")
     assert generate_main(["--model", folder, "--draft", folder, "--blas", "off", "--prompt", "x"]) == 1
@@ -189,44 +166,123 @@ def test_a_name_that_is_no_repository_says_so() -> None:
         load("a/b/c/d", blas="off")
 
 
-def test_auto_without_a_known_draft_warns_and_loads_none(pair: tuple[str, str]) -> None:
+def test_auto_without_a_known_draft_warns_and_loads_none(pair: tuple[str, str], tmp_path: Path) -> None:
     """A fallback is never silent."""
-    with pytest.warns(UserWarning, match="No DFlash draft is known for .*decoding will be plain"):
-        assert load(pair[0], draft="auto", blas="off")[2] is None
+    folder = str(shutil.copytree(pair[0], tmp_path / "tiny"))
+    with pytest.warns(
+        UserWarning, match="No DFlash draft is known for .*decoding will be plain .the registry has none"
+    ):
+        assert load(folder, draft="auto", blas="off")[2] is None
+
+
+def test_auto_takes_the_draft_that_lies_beside_the_target(pair: tuple[str, str]) -> None:
+    said = []
+    draft = load(pair[0], draft="auto", blas="off", progress=lambda message, share: said.append(message))[2]
+    assert draft.name == pair[1] and f"Draft {pair[1]}: it lies beside the target, in {pair[1]}" in said
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> FakeHub:
+    made = FakeHub(tmp_path / "cache")
+    made.install(monkeypatch)
+    made.add("org/tuned", Path(pair[0]), card={"base_model": "Qwen/Qwen3-4B", "base_model_relation": "finetune"})
+    made.add("z-lab/Qwen3-4B-DFlash-b16", Path(pair[1]))
+    return made
+
+
+def test_everything_is_checked_before_anything_large_is_fetched(hub: FakeHub, monkeypatch) -> None:
+    """The target's list and card, the draft's list, both configs, the heads of the draft's files; weights last."""
+    monkeypatch.setattr("mlx_lm.utils.load_model", lambda *args, **kwargs: hub.asked.append(("load", "")) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load("org/tuned", draft="auto", draft_revision="v2", blas="off")
+    draft = "z-lab/Qwen3-4B-DFlash-b16"
+    assert hub.asked == [
+        ("info", "org/tuned"),
+        ("info", draft),
+        ("get", "org/tuned"),
+        ("get", draft),
+        ("head", draft),
+        ("snapshot", "org/tuned"),
+        ("snapshot", draft),
+        ("load", ""),
+    ]
+    assert hub.revisions[1] == hub.revisions[-1] == "v2", "the caller's revision wins over the registry's"
+
+
+def test_what_is_fetched_once_loads_without_a_network(hub: FakeHub) -> None:
+    """And carries what its user should know: of the draft, and that it was trained for another target."""
+    model, _, first = load("org/tuned", draft="auto", blas="off")
+    hub.down, hub.asked = True, []
+    again, _, second = load("org/tuned", draft="auto", blas="off")
+    assert not hub.asked and mx.array_equal(model(mx.array([[1, 2]])), again(mx.array([[1, 2]])))
+    derived = "org/tuned is derived from Qwen/Qwen3-4B (finetune): acceptance may be lower"
+    for draft in (first, second):
+        assert draft.notes[0] == derived and "thinking off" in draft.notes[1] and len(draft.notes) == 2
+
+
+def test_a_draft_out_of_reach_says_how_to_go_on_without_it(hub: FakeHub) -> None:
+    """Where it was asked for by name, only why."""
+    load("org/tuned", blas="off")
+    hub.down = True
+    with pytest.raises(FetchError, match=r"not complete in the local cache.*Or go without a draft: draft=None"):
+        load("org/tuned", draft="auto", blas="off")
+    with pytest.raises(FetchError, match=r"give its path\.$"):
+        load("org/tuned", draft="org/mine", blas="off")
+    assert load("org/tuned", draft=None, blas="off")[2] is None
+
+
+def test_a_wrong_pair_is_refused_before_the_target_is_loaded(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch
+) -> None:
+    """Loading a large target takes a minute, and fetching it longer."""
+    monkeypatch.setattr("mlx_lm.utils.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    draft = checkpoints.v1(tmp_path / "draft", hidden_size=128)
+    with pytest.raises(IncompatiblePair, match=f"hidden size is 128, that of {pair[0]} is 64"):
+        load(pair[0], draft=str(draft), blas="off")
+    (draft / "model.safetensors").rename(draft / "model.gguf")
+    with pytest.raises(CheckpointError, match="GGUF"):
+        load(pair[0], draft=str(draft), blas="off")
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"),
+    ("kwargs", "message"),
     [
-        ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-        ("mlx-community/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"),
-        ("mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit-dwq", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-        ("/models/Meta-Llama-3.1-8B-Instruct-8bit/", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-        ("mlx-community/Qwen3-4B-MLX-4bit", "z-lab/Qwen3-4B-DFlash-b16"),
-        ("mlx-community/Qwen3.6-27B-4bit", "z-lab/Qwen3.6-27B-DFlash"),
-        ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
-        ("Qwen/Qwen3-40B", None),
-        ("mlx-community/Qwen3-4B-Thinking-2507-4bit", None),
-        ("Qwen/Qwen3-8B-Base", None),
-        ("someone/My-Qwen3-4B", None),
+        (dict(draft_bits=5), "`draft_bits` has to be"),
+        (dict(draft_bits=4, draft_group_size=48), "`draft_group_size` has to be"),
+        (dict(draft_dtype="float16"), "`draft_dtype` has to be"),
+        (dict(draft_window=0), "`draft_window` has to be"),
+        (dict(draft=None, draft_bits=4), "`draft_bits` is not honoured for a load without a draft"),
+        (dict(draft=None, draft_window=64), "`draft_window` is not honoured"),
+        (dict(draft=None, draft_revision="v2"), "`draft_revision` is not honoured"),
     ],
 )
-def test_the_registry_finds_a_draft_at_any_quantisation(target: str, draft: str | None) -> None:
-    row = registry.draft_for(target)
-    assert (row.draft if row else None) == draft
+def test_options_of_the_draft_are_checked_before_anything_is_asked(kwargs: dict, message: str, hub: FakeHub) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("org/tuned", **{"draft": "auto", "blas": "off"} | kwargs)
+    assert not hub.asked
 
 
-def test_auto_fetches_the_registrys_draft(pair: tuple[str, str], tmp_path: Path, monkeypatch) -> None:
-    folder = shutil.copytree(pair[0], tmp_path / "Qwen3-4B-bf16")
-    asked = []
+def test_a_revision_of_a_folder_is_refused(pair: tuple[str, str]) -> None:
+    """It would be ignored, and the user would believe it was honoured."""
+    with pytest.raises(ValueError, match=r"`revision` \('main'\) is of a repository, and .* is a folder"):
+        load(pair[0], revision="main", blas="off")
+    for draft in (pair[1], "auto"):
+        with pytest.raises(ValueError, match=r"`draft_revision` \('v2'\) is of a repository"):
+            load(pair[0], draft=draft, draft_revision="v2", blas="off")
 
-    def snapshot(repo, **kwargs):
-        asked.append((repo, kwargs["revision"]))
-        return pair[1]
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    draft = load(str(folder), draft="auto", draft_revision="abc", blas="off")[2]
-    assert asked == [("z-lab/Qwen3-4B-DFlash-b16", "abc")] and draft.name == "z-lab/Qwen3-4B-DFlash-b16"
+def test_options_reach_the_draft(pair: tuple[str, str]) -> None:
+    """Packed on a CPU too, where it was asked for; and the tokenizer's size, beyond which nothing is proposed."""
+    draft = load(pair[0], draft=pair[1], draft_bits=4, draft_group_size=32, draft_window=7, blas="off")[2]
+    assert draft.layers[0].mlp.up_proj.bits == 4 and draft.layers[0].mlp.up_proj.group_size == 32
+    assert draft.context_window == 7 and draft.known_tokens == 258
+    assert load(pair[0], draft=pair[1], draft_dtype="bfloat16", blas="off")[2].dtype == mx.bfloat16
+
+
+def test_an_adapter_is_noted_as_what_the_draft_does_not_know(pair: tuple[str, str], monkeypatch) -> None:
+    monkeypatch.setattr("mlx_lm.utils.load_adapters", lambda model, path: model)
+    draft = load(pair[0], adapter_path="x", draft=pair[1], blas="off")[2]
+    assert "an adapter changes the target" in draft.notes[-1]
 
 
 def test_a_draft_with_another_tokenizer_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:

@@ -12,12 +12,8 @@ convert_hf_to_gguf.py).
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import shutil
-import uuid
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,6 +22,7 @@ from dflash_mlx.demo import manifest
 from dflash_mlx.demo.bpe import write_tokenizer
 from dflash_mlx.demo.progress import Progress, silent
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.files import save_weights, whole_folder
 
 Metadata = dict[str, mx.array | str | list[str]]
 
@@ -70,21 +67,12 @@ def convert(gguf: Path, folder: Path, progress: Progress = silent, *, sha256: st
     config = model_config(metadata, tied="output.weight" not in tensors)
     weights = map_tensors(tensors, config)
     config["quantization"] = quantization(weights)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.parent / f".convert-{uuid.uuid4().hex}"  # mkdtemp would make the folder private
-    scratch.mkdir()
-    try:
-        _save(scratch / "model.safetensors", weights)
+    with whole_folder(folder, replace=True) as scratch:  # what is there is incomplete or of an older format
+        save_weights(scratch / "model.safetensors", weights)
         write_tokenizer(metadata, scratch)
         (scratch / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (scratch / "README.md").write_text(_README, encoding="utf-8")
         manifest.write(scratch, source=gguf.name, sha256=sha256)
-        if folder.exists():  # incomplete or of an older format: os.replace needs the place free
-            shutil.rmtree(folder)
-        os.replace(scratch, folder)
-    except BaseException:  # also Ctrl-C: never leave half a folder
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     progress("Converted the GGUF to MLX", 1.0)
 
 
@@ -162,15 +150,6 @@ def quantization(weights: dict[str, mx.array]) -> dict[str, object]:
             if bits != DEFAULT_BITS:
                 entry[module] = {"group_size": GROUP_SIZE, "bits": bits}
     return entry
-
-
-def _save(path: Path, weights: dict[str, mx.array]) -> None:
-    """Write the weights. MLX reports a full disk as a RuntimeError; here it is the OSError that it is."""
-    try:
-        mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
-    except RuntimeError as error:
-        full = shutil.disk_usage(path.parent).free < sum(value.nbytes for value in weights.values())
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
 
 
 def _read(gguf: Path) -> tuple[dict[str, mx.array], Metadata]:

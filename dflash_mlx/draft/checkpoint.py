@@ -1,7 +1,8 @@
-"""Strict loading of a draft folder: config.json and safetensors in z-lab's names. Never runs remote code.
+"""Strict loading of a draft folder, and the check that draft and target belong together. Never runs remote code.
 
-Every tensor has to be claimed and every parameter filled, with the right shape. Modules that carry scales are
-quantised, no others. The pair check compares what can silently cost acceptance or crash later.
+Every tensor has to be claimed and every parameter filled, with the right shape and finite numbers: `formats` reads the
+files, `formats_shapes` compares, `formats_vocabulary` reads the tables of a reduced vocabulary. The pair check compares
+what can silently cost acceptance or crash later.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
+from dflash_mlx import spellings
 from dflash_mlx.config import DraftConfig
+from dflash_mlx.draft.formats import explain_folder, read_tensors
+from dflash_mlx.draft.formats_shapes import check_shapes as check_shapes
+from dflash_mlx.draft.formats_shapes import expected_shapes as expected_shapes
+from dflash_mlx.draft.formats_shapes import fitting
+from dflash_mlx.draft.formats_vocabulary import take_target_ids
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.draft.quantize import DraftOptions, quantize
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
-from dflash_mlx.targets import Target
+from dflash_mlx.targets import Target, TargetSpec
 
 _PADDING = 512  # rows by which padded embeddings of one vocabulary may differ
 
@@ -28,27 +34,37 @@ def read_config(folder: Path) -> DraftConfig:
     """The draft's config.
 
     Raises:
-        CheckpointError: no config.json, not JSON, or not a DFlash v1 draft's.
+        CheckpointError: no config.json, not JSON, or not a DFlash draft's.
     """
     path = folder / "config.json"
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file. Give the folder that holds the draft's config.json and safetensors."
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has no config.json, so it is not a draft folder. Give the folder (or repository) that holds "
-            "the draft's config.json and safetensors."
-        ) from None
-    except (ValueError, OSError) as error:
+        raise explain_folder(folder) from None
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}). Fetch it again from the draft's repository."
         ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object. Fetch it again.")
+    if not spellings.is_draft(config) and (folder / "dflash" / "config.json").is_file():
+        raise explain_folder(folder)
+    if (folder / "hf_quant_config.json").is_file():  # of NVIDIA's ModelOpt, which leaves config.json as it is
+        raise spellings.packed_elsewhere("hf_quant_config.json lies beside its config.json")
     return DraftConfig.from_dict(config)
 
 
 def load_draft(
-    folder: Path, *, name: str | None = None, dtype: mx.Dtype | None = None, packed: bool = True
+    folder: Path,
+    *,
+    name: str | None = None,
+    dtype: mx.Dtype | None = None,
+    packed: bool = True,
+    options: DraftOptions | None = None,
 ) -> DraftModel:
     """Build and fill a draft.
 
@@ -57,79 +73,54 @@ def load_draft(
         name: how messages call it; default the folder's name.
         dtype: of the floating parameters; default the checkpoint's, float16 becoming float32 (fused features
             overflow it).
-        packed: keep quantised modules packed; False dequantises them.
+        packed: keep quantised modules packed; False dequantises them, unless the options ask for quantisation.
+        options: what the user asks for; its `dtype` comes before the other one.
     Raises:
         CheckpointError: config or weights are incomplete, unknown or damaged.
     """
-    config = read_config(folder)
-    weights = _read_weights(folder)
-    draft = DraftModel(config, name or folder.name)
-    _quantize(draft, config, weights)
-    _check_names(draft, weights, folder)
-    draft.load_weights(list(weights.items()), strict=True)
-    if not packed and config.quantization:
+    options = options or DraftOptions()
+    config, tensors = read_config(folder), read_tensors(folder)
+    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    draft = fitting(shapes, config, name or folder.name, folder)
+    ids = take_target_ids(tensors, draft.config, draft.name)
+    _check_values(draft, tensors, folder)
+    draft.load_weights(list(tensors.items()), strict=True)
+    if ids is not None:
+        draft.map_ids(ids)
+    if not packed and options.bits is None:
         dequantize_model(draft)
-    if dtype is None:
-        dtype = mx.float32 if draft.dtype == mx.float16 else draft.dtype
-    draft.set_dtype(dtype)
+    if options.bits is not None:
+        quantize(draft, options.bits, options.group_size)
+    if options.dtype is not None:
+        dtype = getattr(mx, options.dtype)
+    draft.set_dtype(draft.dtype if dtype is None else dtype)
+    if options.window is not None:
+        draft.context_window = options.window
     draft.eval()
     mx.eval(draft.parameters())
     return draft
 
 
-def _read_weights(folder: Path) -> dict[str, mx.array]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has a config.json but no .safetensors file. Download the draft's weights too.")
-    weights: dict[str, mx.array] = {}
-    for path in files:
-        try:
-            loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
-            mx.eval(loaded)  # a truncated file fails here, not in the middle of an answer
-        except (RuntimeError, ValueError, OSError) as error:
+def _check_values(draft: DraftModel, tensors: Mapping[str, mx.array], folder: Path) -> None:
+    """Numbers of the right kind, and finite: one read for all tensors."""
+    finite = {}
+    parameters: dict[str, mx.array] = dict(tree_flatten(draft.parameters()))
+    for key, parameter in parameters.items():
+        value = tensors[key]
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        if floating != mx.issubdtype(parameter.dtype, mx.floating):
             raise CheckpointError(
-                f"{path} is damaged or incomplete ({error}). Delete it and download it again."
-            ) from error
-        weights.update({key.removeprefix("model."): value for key, value in loaded.items()})
-    return weights
-
-
-def _quantize(draft: DraftModel, config: DraftConfig, weights: dict[str, mx.array]) -> None:
-    if not any(key.endswith(".scales") for key in weights):
-        return
-    if not config.quantization:
-        raise CheckpointError(
-            f"The weights of {draft.name} are quantised, and its config.json has no `quantization`. Add the entry "
-            "with `group_size` and `bits`, or convert the draft again."
-        )
-    nn.quantize(
-        draft,
-        group_size=config.quantization["group_size"],
-        bits=config.quantization["bits"],
-        class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
-    )
-
-
-def _check_names(draft: DraftModel, weights: dict[str, mx.array], folder: Path) -> None:
-    expected: dict[str, Any] = dict(tree_flatten(draft.parameters()))
-    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing or extra:
-        parts = [
-            f"{len(keys)} {what}: {', '.join(keys[:5])}"
-            for what, keys in (("missing", missing), ("unknown", extra))
-            if keys
-        ]
-        raise CheckpointError(
-            f"The weights in {folder} do not fit its config.json ({'; '.join(parts)}). A draft with a part left out "
-            "still writes correct text and accepts little, so it is not loaded. Download it again, or check that "
-            "this version supports its architecture."
-        )
-    for key, value in weights.items():
-        if value.shape != expected[key].shape:
-            raise CheckpointError(
-                f"{key} in {folder} has shape {list(value.shape)}, and its config.json needs "
-                f"{list(expected[key].shape)}. Config and weights are of different drafts; download both again."
+                f"{key} in {folder} is stored as {value.dtype}, which is another kind of number than this version "
+                "computes with. The draft seems to be quantised for another runtime. Get it in bfloat16."
             )
+        if floating:
+            finite[key] = mx.isfinite(value).all()
+    if not mx.stack(list(finite.values())).all().item():
+        broken = [key for key, flag in finite.items() if not flag.item()]
+        raise CheckpointError(
+            f"{broken[0]} in {folder} holds numbers that are not finite ({len(broken)} of {len(tensors)} tensors do). "
+            "Such a draft proposes nothing that can be accepted. Download it again."
+        )
 
 
 def check_pair(
@@ -143,44 +134,62 @@ def check_pair(
         IncompatiblePair: says both values.
     """
     config, spec = draft.config, target.spec
-    facts = [
-        ("hidden size", config.hidden_size, spec.hidden_size, config.hidden_size == spec.hidden_size),
-        (
-            "number of target layers",
-            config.num_target_layers,
-            spec.n_layers,
-            _layers_fit(config, spec.n_layers),
-        ),
-        (
-            "vocabulary size",
-            config.vocab_size,
-            spec.vocab_size,
-            abs(config.vocab_size - spec.vocab_size) < _PADDING,
-        ),
-        (
-            "mask token id",
-            config.mask_token_id,
-            f"{spec.vocab_size} rows",
-            0 <= config.mask_token_id < spec.vocab_size,
-        ),
-    ]
-    for what, ours, theirs, fits in facts:
-        if not fits:
-            raise IncompatiblePair(
-                f"The draft {draft.name} was made for another target: its {what} is {ours}, that of {target_name} is "
-                f"{theirs}. Its proposals would be meaningless or crash. Choose the draft that was trained for this "
-                "target."
-            )
+    check_sizes(config, draft.name, spec, target_name)
+    largest = _largest_proposal(draft)
+    if largest >= spec.vocab_size:
+        raise IncompatiblePair(
+            f"The draft {draft.name} proposes the token id {largest} from its reduced vocabulary, and {target_name} "
+            f"has {spec.vocab_size} tokens. {_choose(config)}"
+        )
     if differing:
         token, index = next(iter(differing.items()))
         raise IncompatiblePair(
             f"The draft {draft.name} comes with another tokenizer than {target_name}: {len(differing)} tokens have "
-            f"other ids there, for example {token!r} (id {index} in the draft's). Choose the draft that was trained "
-            "for this target."
+            f"other ids there, for example {token!r} (id {index} in the draft's). {_choose(config)}"
         )
 
 
-def _layers_fit(config: DraftConfig, n_layers: int) -> bool:
-    """Equal, or not stated and within range."""
-    inferred = config.num_target_layers == max(config.target_layer_ids) + 1
-    return config.num_target_layers == n_layers or (inferred and config.num_target_layers <= n_layers)
+def check_sizes(config: DraftConfig, name: str, spec: TargetSpec, target_name: str) -> None:
+    """Refuse a draft whose sizes are not the target's; known before any weights are.
+
+    Raises:
+        IncompatiblePair: says both values.
+    """
+    layers, last, mask, rows = (
+        config.num_target_layers,
+        max(config.target_layer_ids),
+        config.mask_token_id,
+        spec.vocab_size,
+    )
+    stated = layers != last + 1  # otherwise it may come from the ids
+    facts = [
+        ("hidden size", config.hidden_size, spec.hidden_size, config.hidden_size == spec.hidden_size),
+        ("number of target layers", layers, spec.n_layers, not stated or layers == spec.n_layers),
+        ("vocabulary size", config.vocab_size, rows, abs(config.vocab_size - rows) < _PADDING),
+        ("mask token id", mask, f"{rows} rows", config.own_embedding or mask < rows),
+    ]
+    for what, ours, theirs, fits in facts:
+        if not fits:
+            raise IncompatiblePair(
+                f"The draft {name} was made for another target: its {what} is {ours}, that of {target_name} is "
+                f"{theirs}. Its proposals would be meaningless or crash. {_choose(config)}"
+            )
+    if last >= spec.n_layers:
+        raise IncompatiblePair(
+            f"The draft {name} reads layer {last} of its target, and ids count from 0: {target_name} has the layers "
+            f"0..{spec.n_layers - 1}. There is nothing to feed it with. {_choose(config)}"
+        )
+
+
+def _largest_proposal(draft: DraftModel) -> int:
+    """The largest target id of a reduced vocabulary; -1 for a full one, whose padding is cut off."""
+    rows = draft.config.draft_vocab_size
+    if rows is None or rows == draft.config.vocab_size:
+        return -1
+    largest: int = draft.target_ids(mx.arange(rows)).max().item()  # type: ignore[assignment]
+    return largest
+
+
+def _choose(config: DraftConfig) -> str:
+    made_for = f" (this one says it was made for {config.verifier})" if config.verifier else ""
+    return f"Choose the draft that was trained for this target{made_for}."

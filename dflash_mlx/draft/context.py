@@ -1,8 +1,12 @@
 """The draft's context: keys and values of fused target features of committed positions, one pair per draft layer.
 
 Append-only: rejected tokens never enter, so nothing is rolled back. Keys are rotated before they are stored, at
-absolute positions. Full layers keep everything in an mlx_lm `KVCache`; sliding layers keep the last W - 1 rows in
-temporal order (all that row 0 of a block can see), never in a ring.
+absolute positions, and rows stay in temporal order, never in a ring. What a layer keeps of the newest rows:
+
+    full layer                          all of them
+    sliding layer of window W           W - 1: all that row 0 of a block can see
+    full layer under `window` rows      `window`, and a block sees all that is kept
+    sliding layer under `window` rows   min(`window`, W - 1)
 """
 
 from __future__ import annotations
@@ -69,51 +73,75 @@ class FullLayer:
 
 
 class SlidingLayer:
-    """The last window - 1 rows, oldest first."""
+    """The newest `limit` rows, oldest first.
 
-    def __init__(self, window: int) -> None:
-        self._limit = window - 1
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
+    Older ones stay in the store for a while, unseen, so that it is not copied for every row.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._spare = min(limit, KVCache.step)  # rows between two copies
+        self._store = KVCache()
+        self._rows = 0
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        keys, values = self.with_block(keys, values)
-        self._keys, self._values = keys[:, :, -self._limit :], values[:, :, -self._limit :]
+        """[1, heads, S, D] each."""
+        if self._store.offset + keys.shape[2] > self._limit + self._spare:
+            self.hold(self.with_block(keys, values))
+        else:
+            self._store.update_and_fetch(keys, values)
+            self._rows = min(self._rows + keys.shape[2], self._limit)
 
-    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._keys is None or self._values is None:
-            return keys, values
-        return mx.concatenate([self._keys, keys], axis=2), mx.concatenate([self._values, values], axis=2)
+    def with_block(self, keys: mx.array, values: mx.array) -> Rows:
+        """What is held, followed by the block's rows [1, heads, T, D]: [1, heads, rows + T, D]."""
+        end = self._store.offset
+        try:
+            keys, values = self._store.update_and_fetch(keys, values)
+        finally:  # also after an interrupt
+            self._store.offset = end
+        first = end - self._rows
+        return keys[:, :, first:], values[:, :, first:]
 
     def drop(self, count: int) -> None:
-        if self._keys is not None and self._values is not None:
-            keep = max(self.rows - count, 0)
-            self._keys, self._values = self._keys[:, :, :keep], self._values[:, :, :keep]
+        count = min(count, self._rows)
+        self._store.trim(count)
+        self._rows -= count
 
     def snapshot(self) -> Rows | None:
-        return self.held  # rows are replaced, never written in place
+        """A copy: the store is written in place."""
+        held = self.held
+        return held and (mx.contiguous(held[0]), mx.contiguous(held[1]))
 
     def restore(self, snapshot: Rows | None, rows: int) -> None:
         self.hold(snapshot)
 
     @property
     def held(self) -> Rows | None:
-        return None if self._keys is None or self._values is None else (self._keys, self._values)
+        if not self._rows:
+            return None
+        keys, values = self._store.keys_and_values()
+        first = self._store.offset - self._rows
+        return keys[:, :, first:], values[:, :, first:]
 
     def hold(self, rows: Rows | None) -> None:
-        """Hold exactly these rows."""
-        self._keys, self._values = rows or (None, None)
+        """Hold exactly these rows, or the newest of them."""
+        self._store, self._rows = KVCache(), 0
+        if rows is not None:
+            keys, values = (part[:, :, -self._limit :] for part in rows)
+            self._store.update_and_fetch(keys, values)
+            self._rows = keys.shape[2]
 
     def rows_for(self, new: int) -> int:
         return min(new, self._limit)
 
     @property
     def rows(self) -> int:
-        return 0 if self._keys is None else self._keys.shape[2]
+        return self._rows
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [] if self._keys is None or self._values is None else [self._keys, self._values]
+        keys, values = self._store.keys, self._store.values
+        return [] if keys is None or values is None else [keys, values]
 
 
 @dataclass(frozen=True)
@@ -124,20 +152,27 @@ class ContextSnapshot:
     start: int
     layers: tuple[Rows | None, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for rows in self.layers if rows for array in rows)
+
 
 class DraftContext:
     """All layers, and the position of the next row.
 
     length: the absolute position that the next committed token will have; equals the target cache's length.
     start:  the first position whose features were ever given (0 unless the draft joined a filled cache late).
+    window: how many rows every layer keeps at most, or None.
     """
 
-    def __init__(self, config: DraftConfig, start: int = 0) -> None:
+    def __init__(self, config: DraftConfig, start: int = 0, window: int | None = None) -> None:
         self.length = self.start = start
-        self.layers: list[FullLayer | SlidingLayer] = [
-            SlidingLayer(config.sliding_window) if kind == SLIDING and config.sliding_window else FullLayer()
-            for kind in config.layer_types
-        ]
+        self.window = window
+        self.layers: list[FullLayer | SlidingLayer] = []
+        for kind in config.layer_types:
+            seen = config.sliding_window - 1 if kind == SLIDING and config.sliding_window else None
+            limits = [limit for limit in (seen, window) if limit is not None]
+            self.layers.append(SlidingLayer(min(limits)) if limits else FullLayer())
 
     def drop(self, count: int) -> None:
         """Forget the last `count` positions. A sliding layer does not get older rows back: quality only."""
@@ -147,8 +182,10 @@ class DraftContext:
         self.start = min(self.start, self.length)
 
     def snapshot(self) -> ContextSnapshot:
-        """This place, to come back to; it costs no memory while the context only grows."""
-        return ContextSnapshot(self.length, self.start, tuple(layer.snapshot() for layer in self.layers))
+        """This place, to come back to; layers that keep everything cost no memory. Computed by this thread."""
+        layers = tuple(layer.snapshot() for layer in self.layers)
+        mx.async_eval(*(array for rows in layers if rows for array in rows))
+        return ContextSnapshot(self.length, self.start, layers)
 
     def restore(self, snapshot: ContextSnapshot) -> None:
         """Back to a snapshot, which has to be of a prefix of what is held; it may be used again."""

@@ -1,7 +1,8 @@
-"""The DFlash v1 draft: a small decoder that denoises a whole block of masked positions in one forward.
+"""The DFlash draft: a small decoder that denoises a whole block of masked positions in one forward.
 
 Its keys and values in every layer are [projected, fused target features of all committed positions ; the block's
-own rows]; queries come from the block only. It owns neither embedding nor head: both are the target's.
+own rows]; queries come from the block only. Embedding and head are the target's, unless it carries its own.
+DFlash 2 adds convolutions around the sublayers (`convolution`) and a selector behind the head (`selector`).
 Sources: DFlash paper (arXiv 2602.06036) sections 3.1-3.3; tensor names are z-lab's checkpoints'.
 """
 
@@ -14,7 +15,10 @@ from mlx_lm.models.activations import swiglu
 from dflash_mlx.blocksize import Costs
 from dflash_mlx.config import SLIDING, DraftConfig
 from dflash_mlx.draft.context import DraftContext, FullLayer, SlidingLayer
+from dflash_mlx.draft.convolution import DynamicConvolution
 from dflash_mlx.draft.rope import make_rope
+from dflash_mlx.draft.selector import CandidateSelector
+from dflash_mlx.stats import Track
 
 
 class Attention(nn.Module):
@@ -82,38 +86,86 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._convolves = config.convolution is not None
+        if config.convolution is not None:
+            self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
+            self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
     def __call__(self, x: mx.array, context: FullLayer | SlidingLayer, position: int) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), context, position)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        def attend(rows: mx.array) -> mx.array:
+            return self.self_attn(rows, context, position)
+
+        u = self.input_layernorm(x)
+        h = x + (self.attention_conv.around(attend, u) if self._convolves else attend(u))
+        u = self.post_attention_layernorm(h)
+        return h + (self.mlp_conv.around(self.mlp, u) if self._convolves else self.mlp(u))
 
 
 class DraftModel(nn.Module):
-    """A DFlash v1 draft.
+    """A DFlash or DFlash 2 draft.
 
     name:       where it came from, for messages.
     block_size: the block to run when the caller does not say (at most `config.block_size`).
     costs:      what cycles with it cost on this machine, learnt while it runs.
+    track:      what was accepted of it (`dflash_mlx.health`).
+    notes:      what the user should know about it, shown with every request.
+    fault:      what was found broken while it ran.
+    context_window: context rows that its layers keep at most; None keeps all that they see.
+    known_tokens: ids below this are in the tokenizer, and no other is a candidate of the selector; None: all are.
     """
 
     def __init__(self, config: DraftConfig, name: str = "draft") -> None:
         super().__init__()
         self.config = config
         self.name = name
-        self.block_size = config.block_size
+        self.block_size = min(config.runtime_block_size or config.block_size, config.block_size)
         self.costs = Costs()
+        self.track = Track()
+        self.notes: tuple[str, ...] = ()
+        self.fault: str | None = None
+        self.context_window = config.context_window
+        self.known_tokens: int | None = None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [Layer(config, index) for index in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._ids: mx.array | None = None
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.selector)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # What is no parameter (a rope's frequencies) is never evaluated with them, and another thread could not do it.
+        mx.eval([value for module in self.modules() for key, value in module.items() if key.startswith("_")])
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the activations: that of the norms, which are never quantised."""
-        return self.norm.weight.dtype
+        """Of the activations: that of the norms, which are never quantised; float32 instead of float16.
+
+        Fused features overflow float16, and a draft of NaN accepts nothing.
+        """
+        stored = self.norm.weight.dtype
+        return mx.float32 if stored == mx.float16 else stored
+
+    def map_ids(self, ids: mx.array) -> None:
+        """Say which target id each row of an own head of reduced vocabulary means.
+
+        Args:
+            ids: [draft_vocab_size] int32, absolute.
+        Raises:
+            ValueError: there is no such head, or its size is another.
+        """
+        if ids.shape != (self.config.draft_vocab_size,):
+            raise ValueError(
+                f"`ids` has to have one entry for each row of the draft's head ({self.config.draft_vocab_size}), got "
+                f"shape {list(ids.shape)}."
+            )
+        self._ids = ids.astype(mx.int32)
+        mx.eval(self._ids)  # another thread could not
 
     def make_context(self, start: int = 0) -> DraftContext:
-        return DraftContext(self.config, start)
+        return DraftContext(self.config, start, window=self.context_window)
 
     def extend(self, context: DraftContext, features: mx.array) -> None:
         """Add committed positions.
@@ -144,9 +196,29 @@ class DraftModel(nn.Module):
             h = layer(h, state, context.length)
         return self.norm(h[:, 1:])
 
+    def embed(self, ids: mx.array) -> mx.array:
+        """[1, T] -> [1, T, H] through its own embedding, if it has one; the target's may have more rows."""
+        return self.embed_tokens(mx.minimum(ids, self.config.vocab_size - 1))
+
     def transform_logits(self, logits: mx.array) -> mx.array:
         """The draft's own scaling and soft cap on the raw head's output, [.., V]."""
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return mx.tanh(logits / cap) * cap if cap else logits
+
+    def target_ids(self, rows: mx.array) -> mx.array:
+        """[K] rows of the head -> [K] int32 ids of the target."""
+        return (rows if self._ids is None else self._ids[rows]).astype(mx.int32)
+
+    def over_target_ids(self, logits: mx.array, vocab_size: int) -> mx.array:
+        """[K, rows of the head] -> [K, vocab_size]: by target id, -inf where the head has no row."""
+        if self._ids is not None:
+            width = max(vocab_size, self.config.vocab_size)
+            everything = mx.full((len(logits), width), -mx.inf, dtype=logits.dtype)
+            everything[:, self._ids] = logits
+            logits = everything
+        missing = vocab_size - logits.shape[1]
+        if missing > 0:
+            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        return logits[:, :vocab_size]

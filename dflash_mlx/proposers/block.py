@@ -1,6 +1,7 @@
 """The DFlash proposer: one draft forward denoises a block of masks into K tokens.
 
-Logits come from the mask rows (row k predicts its own position, nothing is shifted) through the target's raw head.
+Logits come from the mask rows (row k predicts its own position, nothing is shifted) through the target's raw head, or
+the draft's own. Tokens are the best ones, drawn from q, or chosen along the path of DFlash 2's selector.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class BlockProposer:
 
     policy, draws: given for rejection sampling, where drafts are sampled from q and q is handed over; None for
         the draft's best guess per position.
+    last: [K] int32, the tokens of the last proposal before `Proposal.within`: -1 in a row that was not finite. None if
+        nothing was proposed.
     """
 
     def __init__(
@@ -32,22 +35,63 @@ class BlockProposer:
         self.draft, self.target, self.context = draft, target, context
         self.policy, self.draws = policy, draws
         self.taps = draft.config.target_layer_ids
+        self.last: mx.array | None = None
         self._nothing = Proposal(mx.array([], dtype=mx.int32))
         self._waiting: list[mx.array] = []  # features that the context does not hold yet
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
+        self.last = None
         if limit < 1:
             return self._nothing
         self._extend()
+        hidden = self._denoise(anchor, limit)  # [K, H]
+        finite = mx.isfinite(hidden).all(axis=-1)  # [K]
+        hidden = mx.where(finite[:, None], hidden, 0)  # NaN has no order, by which candidates are found
+        tokens, probs = self._choose(hidden, anchor, position)
+        self.last = mx.where(finite, tokens, -1)
+        # In a row that was not finite no token was drawn: a q of NaN has it rejected, and the target chooses by p.
+        return Proposal(self.last, None if probs is None else mx.where(finite[:, None], probs, mx.nan))
+
+    def _denoise(self, anchor: int, limit: int) -> mx.array:
+        """[K, H] after the draft's final norm."""
         ids = mx.array([[anchor] + [self.draft.config.mask_token_id] * limit])  # [1, K+1]
-        hidden = self.draft.denoise(self.target.embed(ids), self.context)  # [1, K, H]
-        logits = self.target.head(hidden.astype(self.target.spec.dtype))[0]  # [K, V]
-        logits = self.draft.transform_logits(logits)
+        embed = self.draft.embed if self.draft.config.own_embedding else self.target.embed
+        return self.draft.denoise(embed(ids), self.context)[0]
+
+    def _choose(self, hidden: mx.array, anchor: int, position: int) -> tuple[mx.array, mx.array | None]:
+        """[K, H] -> tokens [K] int32, and q [K, V] if they are sampled."""
+        draft, vocab_size = self.draft, self.target.spec.vocab_size
+        logits = self._logits(hidden)  # [K, rows of the head]
+        if draft.config.selector is not None:
+            logits = draft.over_target_ids(logits, vocab_size)[:, : draft.known_tokens]
+            return self._walk(hidden, logits, anchor, position)
         if self.policy is None or self.draws is None:
-            return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32))
+            return draft.target_ids(mx.argmax(logits, axis=-1)), None
+        logits = draft.over_target_ids(logits, vocab_size)
         weights = self.policy.log_weights(log_probs(logits))
-        tokens = self.draws.categorical(weights, "draft", position)
-        return Proposal(tokens, mx.softmax(weights, axis=-1, precise=True))
+        return self.draws.categorical(weights, "draft", position), _softmax(weights)
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """[K, H] -> [K, rows of the head], with the draft's own scaling."""
+        if self.draft.config.draft_vocab_size is None:
+            logits = self.target.head(hidden[None].astype(self.target.spec.dtype))[0]
+        else:
+            logits = self.draft.lm_head(hidden)
+        return self.draft.transform_logits(logits)
+
+    def _walk(self, hidden: mx.array, logits: mx.array, anchor: int, position: int) -> tuple[mx.array, mx.array | None]:
+        """As `_choose`, along the selector's path. It takes the policy's temperature and none of its filters."""
+        selector, draws = self.draft.candidate_selector, self.draws
+        if self.policy is None or draws is None:
+            return selector.walk(hidden, logits, anchor, lambda scores, row: mx.argmax(scores, axis=-1)).tokens, None
+        tempered = SamplingPolicy(self.policy.temperature)
+
+        def draw(scores: mx.array, row: int) -> mx.array:
+            return draws.categorical(tempered.log_weights(scores), "draft", position + row)
+
+        path = selector.walk(hidden, logits, anchor, draw)
+        q = mx.zeros((len(hidden), self.target.spec.vocab_size))
+        return path.tokens, mx.put_along_axis(q, path.candidates, _softmax(tempered.log_weights(path.scores)), axis=1)
 
     def observe(self, features: mx.array | None) -> None:
         """Projected when a draft wants them: many plain steps make one wide projection."""
@@ -72,3 +116,7 @@ class BlockProposer:
     def evaluate(self) -> None:
         self._extend()
         self.context.evaluate()
+
+
+def _softmax(weights: mx.array) -> mx.array:
+    return mx.softmax(weights, axis=-1, precise=True)

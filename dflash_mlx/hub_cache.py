@@ -1,0 +1,75 @@
+"""What the hub's cache on this machine holds: files, and snapshots that can be loaded without a network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub as hub
+from huggingface_hub import errors
+
+from dflash_mlx.hub_errors import explained
+
+_BESIDE = ["*.json", "*.txt", "*.jinja", "*.jsonl", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
+_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.*"]
+IN_FOLDERS = ["*/*"]  # other formats of the same weights, often as large again
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which files a model consists of beside its config. weights: pattern; tokenizer: whether it needs one."""
+
+    weights: str
+    tokenizer: bool
+
+    @property
+    def patterns(self) -> list[str]:
+        return [*_BESIDE, self.weights]
+
+
+TARGET = Kind("model*.safetensors", True)  # what mlx_lm loads
+DRAFT = Kind("*.safetensors", False)
+
+
+def cached_file(name: str, file: str, revision: str | None = None) -> Path | None:
+    """A file of a repository."""
+    found = hub.try_to_load_from_cache(name, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def cached_snapshot(name: str, kind: Kind, revision: str | None) -> tuple[Path | None, bool]:
+    """A snapshot that can be loaded, and whether nothing of it is missing. Raises FetchError for no name of one."""
+    found: str | None = None
+    certain = True
+    with explained(name, revision):
+        try:
+            found = hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=kind.patterns,
+                ignore_patterns=IN_FOLDERS,
+                local_files_only=True,
+            )
+        except errors.LocalEntryNotFoundError as error:
+            found, certain = getattr(error, "snapshot_path", None), False
+    return (Path(found), certain) if found and _loadable(Path(found), kind) else (None, False)
+
+
+def _loadable(folder: Path, kind: Kind) -> bool:
+    """Whether config, tokenizer and every file that the index names are there.
+
+    Older versions of huggingface_hub return a snapshot that was interrupted as if it were complete.
+    """
+    names = [path.name for path in folder.iterdir() if path.exists()]  # a link may lead nowhere
+    if "config.json" not in names or not any(fnmatch(name, kind.weights) for name in names):
+        return False
+    if kind.tokenizer and not any(fnmatch(name, pattern) for name in names for pattern in _TOKENIZERS):
+        return False
+    index = folder / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    except (ValueError, KeyError, AttributeError, OSError):
+        return False
+    return shards <= set(names)

@@ -1,0 +1,92 @@
+"""`dflash-metal models`: which drafts there are, or which one a target gets, why, and what `load` would refuse.
+
+Nothing but configs, model cards and lists of files is fetched. MLX is imported after the arguments are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_mlx.cli import guarded
+
+
+def models_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_mlx models",
+        description="List the public DFlash drafts, or say which one a target gets and what loading would refuse.",
+    )
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="folder, Hugging Face repository, or demo")
+    parser.add_argument("--draft", help="auto (default), or a folder or repository to check with TARGET")
+    parser.add_argument("--revision", help="branch, tag or commit of TARGET")
+    parser.add_argument("--draft-revision", help="branch, tag or commit of the draft; default: the registry's, or main")
+    parser.add_argument("--json", action="store_true", help="print one JSON array, or one object about TARGET")
+    return parser
+
+
+def models_main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0; 1 for an explained error or if loading TARGET would be refused; 2 for wrong usage."""
+    parser = models_parser()
+    args = parser.parse_args(argv)
+    if args.target is None:
+        for name in ("draft", "revision", "draft_revision"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} needs a TARGET")
+        return guarded(lambda: _list(args.json))
+    return guarded(lambda: _inspect(args))
+
+
+def _list(as_json: bool) -> int:
+    from dflash_mlx.inspection import listed
+
+    found = listed()
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False, indent=1))
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("target", "draft", "format", "block", "runs here", "licence", "note"):
+        table.add_column(name, overflow="fold", no_wrap=name == "draft" and console.width > 160)
+    for row in found:
+        note = "; ".join([*row["notes"], *filter(None, [row["remark"]])])
+        cells = (row["targets"][0], row["draft"], row["format"], row["block"], row["runs"], row["licence"], note)
+        table.add_row(*(str(cell) if cell is not None else "?" for cell in cells))
+    console.print(table)
+    tested = ", ".join(row["draft"] for row in found if row["tested"])
+    print(f"Run here with its real weights: {tested}. The others as tiny random models of their kind, or not at all.")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dflash_mlx.inspection import inspect
+
+    found = inspect(args.target, args.revision, args.draft or "auto", args.draft_revision)
+    print(json.dumps(found, ensure_ascii=False, indent=1) if args.json else "\n".join(lines(found)))
+    return 1 if found["refused"] else 0
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """What `inspection.inspect` found, for people."""
+    target, draft = found["target"], found["draft"]
+    rows = [("target", target["name"]), ("", _facts(target)), ("runs here", target["runs"])]
+    if draft["name"] is None:
+        rows += [("draft", "none"), ("why", draft["reason"])]
+    else:
+        at = f" at {draft['revision']}" if draft["revision"] else ""
+        rows += [("draft", f"{draft['name']}{at}"), ("", _facts(draft)), ("why", draft["reason"])]
+        rows += [("licence", draft["licence"]), *(("note", note) for note in draft["notes"])]
+    rows.append(("refused", found["refused"]))
+    return [f"{name:<9}  {text}" for name, text in rows if text]
+
+
+def _facts(part: dict[str, Any]) -> str:
+    """The config's facts and where the model is, as far as they are known."""
+    facts = [f"{name.replace('_', ' ')} {value}" for name, value in part["config"].items()]
+    return ", ".join([*facts, part["where"]])

@@ -1,0 +1,159 @@
+"""A draft that does not work is noticed within a few cycles, with the reason, and never changes the answer."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx.cache import TargetCache
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.errors import DraftFault
+from dflash_mlx.health import diagnose
+from dflash_mlx.sampling import make_sampler
+from dflash_mlx.targets import target_for
+from tests.conftest import draft_config, tiny_draft
+from tests.families import VOCAB, prompt_of, reference, tiny
+from tests.generating import paying as paying
+from tests.generating import stream
+
+PROMPT, COUNT = prompt_of(21), 70
+TEXT = [*PROMPT, *reference("llama", PROMPT, 120)]
+
+
+def poisoned(**changes) -> DraftModel:
+    draft = tiny_draft(**changes)
+    draft.layers[1].mlp.down_proj.weight = draft.layers[1].mlp.down_proj.weight * mx.nan
+    return draft
+
+
+class Knowing(DraftModel):
+    """Predicts a known text, if it is fed with the layers that it was made for; `late` by one position, if asked."""
+
+    def __init__(self, claims: list[int], made_for: list[int], *, late: int = 0) -> None:
+        super().__init__(draft_config(dflash_config={"target_layer_ids": claims}), "knowing")
+        mx.eval(self.parameters())
+        self._target, self._late, self._fits = target_for(tiny("llama")), late, True
+        cache = TargetCache(self._target.make_entries(), 0)
+        cache.begin(len(TEXT))
+        self._expected = self._target.forward(mx.array([TEXT]), cache, made_for).features
+
+    def extend(self, context, features: mx.array) -> None:
+        at = context.length
+        expected = self._expected[:, at : at + features.shape[1]]
+        self._fits = (self._fits or at == 0) and mx.allclose(features, expected, atol=1e-4).item()
+        super().extend(context, features)
+
+    def denoise(self, embeddings: mx.array, context) -> mx.array:
+        start = context.length + 1 + self._late
+        tokens = TEXT[start : start + embeddings.shape[1] - 1]
+        tokens += [0] * (embeddings.shape[1] - 1 - len(tokens))
+        rows = self._target.model.lm_head.weight[mx.array(tokens if self._fits else [0] * len(tokens))]
+        return rows[None]
+
+
+@pytest.fixture
+def truth() -> list[int]:
+    return reference("llama", PROMPT, COUNT)
+
+
+def run(tokenizer, draft: DraftModel, **kwargs) -> list:
+    return list(stream("llama", tokenizer, PROMPT, max_tokens=COUNT, draft_model=draft, **kwargs))
+
+
+@pytest.mark.parametrize("mode", ["auto", "dflash"])
+def test_a_draft_that_returns_nan_is_dropped_at_once_and_the_answer_stays(mode, paying, tokenizer, truth) -> None:
+    """On an M1 a draft in float16 accepts nothing, silently; here the response says what happened and what to do."""
+    responses = run(tokenizer, poisoned(), mode=mode)
+    assert [r.token for r in responses] == truth
+    last = responses[-1]
+    assert (responses[0].mode, last.mode) == ("dflash", "plain")
+    assert last.stats.cycles - last.stats.plain_steps == 1
+    note = next(note for note in last.notes if "NaN" in note)
+    assert "decoding goes on plainly" in note and "draft_dtype='float32'" in note
+    assert responses[0].notes == last.notes[1:], "the reason comes first"
+
+
+def test_features_that_overflow_are_told_from_a_broken_draft(tokenizer, truth) -> None:
+    """The remedy is another one: the target has to be loaded otherwise."""
+    draft = tiny_draft()
+    draft.fc.weight = draft.fc.weight * mx.inf
+    last = run(tokenizer, draft)[-1]
+    assert "target's features, which overflow: load the target in bfloat16" in last.notes[0]
+
+
+def test_nan_in_sampled_mode_leaves_the_targets_own_distribution(tokenizer) -> None:
+    sampler = make_sampler(temp=0.8, seed=5)
+    plain = run(tokenizer, None, sampler=sampler)
+    matched = run(tokenizer, poisoned(), sampler=sampler, rule="match")
+    assert [r.token for r in matched] == [r.token for r in plain]
+    rejected = run(tokenizer, poisoned(), sampler=sampler)
+    assert rejected[-1].mode == "plain" and len(rejected) == COUNT
+
+
+def test_strict_raises_instead_of_falling_back(paying, tokenizer) -> None:
+    with pytest.raises(DraftFault, match=r"returned NaN or infinity.* Leave `strict` out to decode plainly"):
+        run(tokenizer, poisoned(), strict=True)
+    with pytest.raises(DraftFault, match=r"0 of 48 drafts were accepted in 16 cycles"):
+        run(tokenizer, tiny_draft(), strict=True, block_size=4)
+
+
+def test_a_draft_that_was_found_broken_is_not_tried_again_by_auto(paying, tokenizer, truth) -> None:
+    """The next request says why from its first token on, and asking for drafts still tries them."""
+    draft = poisoned()
+    run(tokenizer, draft)
+    responses = run(tokenizer, draft, mode="auto")
+    assert [r.token for r in responses] == truth and responses[0].mode == "plain"
+    assert "NaN" in responses[0].notes[0] and "found in an earlier request" in responses[0].notes[0]
+    assert run(tokenizer, draft, mode="dflash")[0].mode == "dflash"
+
+
+def test_acceptance_that_stays_at_zero_ends_in_plain_decoding(paying, tokenizer, truth) -> None:
+    draft = tiny_draft()
+    responses = run(tokenizer, draft, mode="auto", block_size=4)
+    last = responses[-1]
+    assert [r.token for r in responses] == truth and last.mode == "plain"
+    assert last.stats.cycles - last.stats.plain_steps == 16
+    assert "0 of 48 drafts were accepted in 16 cycles, so the rest of this answer is decoded plainly" in last.notes[0]
+    assert "Likely causes: It was made for another target" in last.notes[0]
+    again = run(tokenizer, draft, mode="auto", block_size=4)[-1]
+    assert again.stats.cycles - again.stats.plain_steps == 16, "another text may suit it, so it gets another chance"
+
+
+def test_who_insists_on_drafts_keeps_them_and_is_told(tokenizer, truth) -> None:
+    """A benchmark of `dflash` must not turn into one of plain decoding halfway."""
+    last = run(tokenizer, tiny_draft(), mode="dflash", block_size=4)[-1]
+    assert last.mode == "dflash" and last.stats.plain_steps <= 1
+    told = [note for note in last.notes if "drafts were accepted in" in note]
+    assert told and "decoded plainly" not in told[0]
+
+
+def test_a_draft_that_works_raises_no_alarm(paying, tokenizer, truth) -> None:
+    draft = Knowing([0, 2], [0, 2])
+    responses = run(tokenizer, draft, mode="auto", block_size=4)
+    assert [r.token for r in responses] == truth
+    assert responses[-1].stats.draft_acceptance_rate > 0.9 and responses[-1].notes == () and draft.fault is None
+
+
+@pytest.mark.parametrize(
+    ("claims", "made_for", "late", "cause"),
+    [
+        ([0, 2], [1, 3], 0, "the layers one above: `target_layer_ids` is one too low"),
+        ([1, 3], [0, 2], 0, "the layers one below: `target_layer_ids` is one too high"),
+        ([0, 2], [0, 2], 1, "it was made to predict from the anchor row"),
+    ],
+)
+def test_the_reason_is_found_where_the_text_can_tell(claims, made_for, late, cause, paying, tokenizer, truth) -> None:
+    """Layers off by one, or rows off by one, give fluent text and no speed; the two are the commonest mistakes."""
+    draft = Knowing(claims, made_for, late=late)
+    responses = run(tokenizer, draft, mode="auto", block_size=4)
+    assert [r.token for r in responses] == truth and responses[-1].mode == "plain"
+    assert cause in responses[-1].notes[0]
+    assert run(tokenizer, draft, mode="auto")[0].mode == "plain", "a known cause does not go away"
+
+
+def test_a_diagnosis_counts_what_each_way_of_reading_predicts() -> None:
+    found = diagnose(target_for(tiny("llama")), Knowing([0, 2], [0, 2]), TEXT[:90])
+    right, total = found.agreement["as configured"]
+    assert right == total and found.cause is None
+    assert diagnose(target_for(tiny("llama")), tiny_draft(), TEXT[:11]).agreement == {}
+    assert VOCAB == 257
