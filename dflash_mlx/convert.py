@@ -26,9 +26,9 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import BITS, GROUP_SIZES, DraftOptions, check_choice, check_dtype
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.files import check_space, check_written, refuse_existing, save_weights, whole_folder
-from dflash_mlx.hub_cache import DRAFT, TARGET
+from dflash_mlx.hub.cache import DRAFT, TARGET
+from dflash_mlx.hub.repository import Progress, Source, find, read_object
 from dflash_mlx.registry import DEMO, cached_repository
-from dflash_mlx.repository import Progress, Source, find, read_object
 
 TARGET_DTYPES = ("float32", "bfloat16", "float16")
 CONVERTED = "converted"  # key of config.json

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from dflash_mlx import preflight, registry, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.hub_cache import TARGET
-from dflash_mlx.repository import Source, find
+from dflash_mlx.hub.cache import TARGET
+from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.resolve import resolve
 from dflash_mlx.targets import supported
 

@@ -23,9 +23,9 @@ from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.hub_cache import TARGET
+from dflash_mlx.hub.cache import TARGET
+from dflash_mlx.hub.repository import Progress, Source, find
 from dflash_mlx.registry import DEMO
-from dflash_mlx.repository import Progress, Source, find
 from dflash_mlx.resolve import Resolution, resolve
 from dflash_mlx.targets import target_for
 

@@ -18,9 +18,9 @@ from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft import checkpoint
 from dflash_mlx.draft.formats import explain_folder
 from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
-from dflash_mlx.hub_cache import DRAFT
+from dflash_mlx.hub.cache import DRAFT
+from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.registry import DEMO
-from dflash_mlx.repository import Source, find
 from dflash_mlx.resolve import Resolution
 from dflash_mlx.targets import TargetSpec
 

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 LAYERS = [
     {"errors", "stats", "proposal", "stops", "segments", "templates", "registry", "threads", "blocksize", "files"},
     {"config", "spellings"},
-    {"hub_errors", "hub_cache", "model_card", "repository", "resolve"},
+    {"hub"},
+    {"resolve"},
     {"elf", "openblas", "blas", "cpu", "demo"},
     {"sampling", "layer_state", "rounding"},
     {"cache"},

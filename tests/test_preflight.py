@@ -16,9 +16,9 @@ from huggingface_hub.utils import hf_raise_for_status
 
 from dflash_mlx import preflight
 from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair
-from dflash_mlx.hub_cache import DRAFT, TARGET
-from dflash_mlx.hub_errors import Gated, Unreachable, explained
-from dflash_mlx.repository import Source, find
+from dflash_mlx.hub.cache import DRAFT, TARGET
+from dflash_mlx.hub.errors import Gated, Unreachable, explained
+from dflash_mlx.hub.repository import Source, find
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder

@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub.errors import GatedRepoError
 
 from dflash_mlx.errors import FetchError, UnsupportedTarget
-from dflash_mlx.hub_cache import TARGET
+from dflash_mlx.hub.cache import TARGET
+from dflash_mlx.hub.repository import find
 from dflash_mlx.preflight import draft_source
-from dflash_mlx.repository import find
 from dflash_mlx.resolve import Resolution, resolve
 from tests import checkpoints
 from tests.fake_hub import FakeHub

@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub as hub
 from huggingface_hub import errors
 
-from dflash_mlx.hub_errors import explained
+from dflash_mlx.hub.errors import explained
 
 _BESIDE = ["*.json", "*.txt", "*.jinja", "*.jsonl", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.*"]

@@ -1,6 +1,6 @@
 """Where a model is: a folder, the hub's cache on this machine, or a repository that is still to be fetched.
 
-Everything goes through huggingface_hub (`hub_cache`: what is on this machine; `hub_errors`: what it raises). What the
+Everything goes through huggingface_hub (`cache`: what is on this machine; `errors`: what it raises). What the
 cache holds completely is used as it is, without asking for something newer; `hf download NAME` brings it up to date.
 """
 
@@ -17,9 +17,9 @@ import huggingface_hub as hub
 from huggingface_hub import errors
 
 from dflash_mlx.errors import CheckpointError, FetchError
-from dflash_mlx.hub_cache import IN_FOLDERS, TARGET, Kind, cached_file, cached_snapshot
-from dflash_mlx.hub_errors import explained
-from dflash_mlx.model_card import TIMEOUT_S, Card, fetch_card, read_card
+from dflash_mlx.hub.cache import IN_FOLDERS, TARGET, Kind, cached_file, cached_snapshot
+from dflash_mlx.hub.card import TIMEOUT_S, Card, fetch_card, read_card
+from dflash_mlx.hub.errors import explained
 from dflash_mlx.registry import cached_repository
 
 Progress = Callable[[str, float | None], None]

@@ -9,8 +9,8 @@ from typing import Any
 
 import huggingface_hub as hub
 
-from dflash_mlx.hub_cache import cached_file
-from dflash_mlx.hub_errors import explained
+from dflash_mlx.hub.cache import cached_file
+from dflash_mlx.hub.errors import explained
 
 TIMEOUT_S = 15.0
 
