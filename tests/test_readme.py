@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_mlx.__main__ import COMMANDS
 from tests.conftest import byte_tokenizer, tiny_draft
 from tests.families import tiny
 
@@ -33,18 +34,26 @@ def modules() -> list[list[str]]:
     return [words[words.index("-m") + 1 :] for words in commands() if "-m" in words and "python" in words]
 
 
-def test_the_readme_names_the_three_commands() -> None:
-    assert {words[0] for words in modules()} == {"dflash_mlx.chat", "dflash_mlx.generate", "bench.demo"}
+def test_the_readme_names_the_commands() -> None:
+    assert {words[0] for words in modules()} == {"dflash_mlx.chat", "dflash_mlx.generate", "dflash_mlx", "bench.demo"}
+    named = set(re.findall(r"`dflash-metal ([a-z]+)", README))
+    assert {"models", "convert"} <= named <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("words", modules(), ids=" ".join)
 def test_every_command_of_the_readme_is_accepted(words: list[str]) -> None:
     """The arguments parse; the network test below runs one for real."""
     from bench import demo
-    from dflash_mlx import chat, cli
+    from dflash_mlx import chat, cli, models_command
 
-    parsers = {"dflash_mlx.chat": chat.parser, "dflash_mlx.generate": cli.generate_parser, "bench.demo": demo.parser}
-    parsers[words[0]]().parse_args(words[1:])
+    parsers = {
+        "dflash_mlx.chat": chat.parser,
+        "dflash_mlx.generate": cli.generate_parser,
+        "bench.demo": demo.parser,
+        "models": models_command.models_parser,
+    }
+    name, *rest = words[1:] if words[0] == "dflash_mlx" else words
+    parsers[name]().parse_args(rest)
 
 
 @pytest.mark.network
@@ -91,6 +100,13 @@ def test_errors_in_the_readme_exist() -> None:
     from dflash_mlx import errors
 
     named = re.findall(r"^\| `(\w+)` \|", README, re.M)
-    assert {"FetchError", "CheckpointError", "IncompatiblePair", "UnsupportedTarget", "CacheStateError"} < set(named)
+    assert {
+        "FetchError",
+        "CheckpointError",
+        "IncompatiblePair",
+        "UnsupportedTarget",
+        "CacheStateError",
+        "DraftFault",
+    } < set(named)
     for name in named:
         assert name == "ValueError" or issubclass(getattr(errors, name), errors.DFlashError)
