@@ -12,7 +12,7 @@ USAGE = f"""dflash_mlx {__version__}: exact DFlash speculative decoding on MLX.
   python -m dflash_mlx.chat       a chat in the terminal                     (dflash-metal chat)
   python -m dflash_mlx.generate   one prompt, text or JSON                   (dflash-metal generate)
   python -m dflash_mlx models     the drafts there are, or a target's draft  (dflash-metal models)
-  python -m dflash_mlx convert    a smaller copy of a draft                  (dflash-metal convert)
+  python -m dflash_mlx convert    a draft or a target as an MLX folder       (dflash-metal convert)
 
 Each takes --help. In Python: from dflash_mlx import load, generate, stream_generate
 """

@@ -85,12 +85,12 @@ class Watch:
         if emitted == 1 and self._patient.not_finite:
             draft.fault = self._patient.why_not_finite()
             self._report(draft.fault, stop=True)
-        elif track.cycles >= _CYCLES and track.accepted < _NEAR_ZERO * track.cycles:
+        elif not self.notes and track.cycles >= _CYCLES and track.accepted < _NEAR_ZERO * track.cycles:
             found = self._examine()
             rest = "" if self._insists else ", so the rest of this answer is decoded plainly"
             counts = f"{track.accepted} of {track.drafted} drafts were accepted in {track.cycles} cycles"
+            track.start_again()  # the next answer may suit it
             self._report(f"the draft {draft.name} does not work here: {counts}{rest}. {found}", stop=not self._insists)
-            track.start_again()
 
     def _report(self, note: str, *, stop: bool) -> None:
         if self._strict:
