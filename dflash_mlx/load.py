@@ -180,6 +180,7 @@ def _load_target(
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))
         mx.eval(model.parameters())
+    threads.compute_constants(model)
     return model, config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 
 import mlx.core as mx
+import mlx.nn as nn
 
 
 class _ClearStreams:
@@ -30,3 +31,8 @@ _held = _PerThread()
 def leave_cleanly() -> None:
     """Have the current thread clear its MLX streams when it ends. Nothing to do in the main thread."""
     vars(_held)
+
+
+def compute_constants(model: nn.Module) -> None:
+    """Compute what modules hold beside parameters (a rope's frequencies), which another thread could not do later."""
+    mx.eval([value for module in model.modules() for key, value in module.items() if key.startswith("_")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import Draws, SamplingPolicy, make_sampler
 from dflash_mlx.targets import target_for
-from tests.conftest import DFLASH2, special_draft, tiny_draft
+from tests.conftest import DFLASH2, draft_config, special_draft, tiny_draft
 from tests.draft_reference import reference_denoise, reference_logits, reference_path, reference_walk
 from tests.families import VOCAB, reference, tiny
 from tests.generating import PROMPT, stream
@@ -30,6 +31,18 @@ SHAPES = {
     "three taps, narrow groups": DFLASH2 | dict(convolution=Convolution(3, 4)),
     "more taps than rows": DFLASH2 | dict(convolution=Convolution(7, 16)),
 }
+
+
+def test_tensors_and_parameters_are_as_many_as_published() -> None:
+    """Those of Qwen3.8-27B-DFlash2."""
+    taps = {"target_layer_ids": [5, 19, 33, 47, 61]}
+    config = draft_config(
+        hidden_size=5120, num_hidden_layers=5, intermediate_size=17408, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=248320, num_target_layers=64, dflash_config=taps,
+    )  # fmt: skip
+    config = replace(config, convolution=Convolution(2, 16), selector=Selector(256, 16))
+    flat = tree_flatten(DraftModel(config).parameters())  # lazy: nothing is allocated
+    assert (len(flat), sum(v.size for _, v in flat)) == (81, 1_924_404_480)
 
 
 # --- Convolution ---

@@ -220,3 +220,21 @@ def test_a_file_of_another_window_serves_and_the_draft_joins_late(
         late = any("has not seen all" in note for note in responses[-1].notes)
         assert late == (saved != used)
         assert loaded.context.covers(loaded.cache.length) and loaded.context.window == used
+
+
+def test_an_interrupt_between_two_layers_leaves_a_context_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding layers cannot be told apart by how many rows they hold; a row ahead would cost acceptance for good."""
+    draft = tiny_draft(layer_types=["sliding_attention"] * 2, sliding_window=6)
+    context = fed(draft, features(30), [], None)
+    before = context.snapshot()
+
+    def interrupted(keys, values):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context.layers[1], "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draft.extend(context, features(1))
+    assert not any(context.covers(length) for length in range(33))
+    context.restore(before)
+    assert context.covers(30)

@@ -92,6 +92,26 @@ def test_load_in_the_main_thread_and_generate_in_others() -> None:
     assert out == "True\nTrue\n"
 
 
+def test_a_target_with_scaled_rope_may_be_used_where_it_was_not_loaded(tmp_path: Path) -> None:
+    """Its frequencies are no parameters: what is not computed by the loading thread, no other one can compute."""
+    out = run(
+        f"""
+        import json
+        from pathlib import Path
+        from dflash_mlx import load
+        from tests.folders import draft_folder, target_folder
+        target, draft = target_folder(Path({str(tmp_path)!r}) / "t"), draft_folder(Path({str(tmp_path)!r}) / "d")
+        path = target / "config.json"
+        scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        scaling["original_max_position_embeddings"] = 64
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope_scaling=scaling)))
+        pair = load(str(target), draft=str(draft), blas="off")
+        print(in_thread(answer, pair, [5, 6, 7]) == answer(pair, [5, 6, 7]))
+        """
+    )
+    assert out == "True\n"
+
+
 def test_a_cache_kept_by_one_thread_serves_the_next() -> None:
     """Nothing lazy is left behind."""
     out = run(

@@ -19,6 +19,7 @@ from dflash_mlx.draft.convolution import DynamicConvolution
 from dflash_mlx.draft.rope import make_rope
 from dflash_mlx.draft.selector import CandidateSelector
 from dflash_mlx.stats import Track
+from dflash_mlx.threads import compute_constants
 
 
 class Attention(nn.Module):
@@ -136,8 +137,7 @@ class DraftModel(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        # What is no parameter (a rope's frequencies) is never evaluated with them, and another thread could not do it.
-        mx.eval([value for module in self.modules() for key, value in module.items() if key.startswith("_")])
+        compute_constants(self)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -175,10 +175,11 @@ class DraftModel(nn.Module):
         """
         rows = features.shape[1]
         fused = self.hidden_norm(self.fc(features.astype(self.dtype)))  # [1, S, H]: project, then norm
+        start, context.length = context.length, -1  # after an interrupt between two layers it covers nothing
         for layer, state in zip(self.layers, context.layers, strict=True):
             skip = rows - state.rows_for(rows)
-            state.append(*layer.self_attn.keys_values(fused[:, skip:], context.length + skip))
-        context.length += rows
+            state.append(*layer.self_attn.keys_values(fused[:, skip:], start + skip))
+        context.length = start + rows
 
     def denoise(self, embeddings: mx.array, context: DraftContext) -> mx.array:
         """One forward over a block.
