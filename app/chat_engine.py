@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from dflash_mlx.app.messages import (
     Reason,
 )
 from dflash_mlx.app.reporter import TICK_INTERVAL_S, TurnReporter
+from dflash_mlx.cli import noted_warnings
 from dflash_mlx.templates import render, stable_length
 
 
@@ -70,11 +70,9 @@ class ChatEngine:
                 self._emit(ModelLoading(text, fraction))
 
         options = {name: value for name, value in asdict(job).items() if name not in ("model", "launched_at")}
+        notes: list[str] = []
         try:
-            # A warning on stderr would be lost under the screen; as a note it is read.
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("ignore")
-                warnings.simplefilter("always", UserWarning)
+            with noted_warnings(notes):
                 pair = self._backend.load(job.model, options, progress)
         except _Cancelled:
             return
@@ -85,7 +83,7 @@ class ChatEngine:
             draft=draft.name if draft is not None else None,
             block_size=draft.block_size if draft is not None else None,
             ready_s=self._clock() - started,
-            notes=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
+            notes=tuple(notes),
             largest_block=pair.largest_block,
         )
         self._emit(ModelReady(card))

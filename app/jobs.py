@@ -25,9 +25,10 @@ class LoadModel:
     revision: str | None = None
     draft_revision: str | None = None
     draft_bits: int | None = None
+    draft_group_size: int = 64
     draft_dtype: str | None = None
     draft_window: int | None = None
-    """These five as in `dflash_mlx.load`."""
+    """These six as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
 

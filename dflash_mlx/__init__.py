@@ -22,6 +22,7 @@ _EXPORTS = {
     "load": "load",
     "generate": "generate",
     "stream_generate": "generate",
+    "convert": "convert",
     "GenerationResponse": "generate",
     "PromptCache": "prompt_cache",
     "make_prompt_cache": "prompt_cache",
@@ -39,6 +40,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from dflash_mlx.convert import convert as convert
     from dflash_mlx.divergence import Divergence as Divergence
     from dflash_mlx.divergence import compare as compare
     from dflash_mlx.errors import DFlashError as DFlashError
@@ -74,7 +76,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `dflash_mlx.load` and `dflash_mlx.generate` the functions, as in mlx_lm.
+    """Keeps `dflash_mlx.load`, `dflash_mlx.generate` and `dflash_mlx.convert` the functions, as in mlx_lm.
 
     Importing the submodule of the same name would bind the module over them.
     """

@@ -30,8 +30,11 @@ class BlockSchedule(Protocol):
         """Drafts to ask for next; 0 is a plain step."""
         ...
 
-    def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
-        """A cycle ended: `seconds` since the one before it ended, `position` of its first token."""
+    def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
+        """A cycle ended: `seconds` since the one before it ended, `position` of its first token.
+
+        accepted: of the drafts; None if a near-tie ended the block before the rest of them were judged.
+        """
         ...
 
 
@@ -44,7 +47,7 @@ class FixedBlock:
     def limit(self) -> int:
         return self.block_size - 1
 
-    def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
+    def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
         pass
 
 
@@ -83,7 +86,7 @@ class AdaptiveBlock:
     def limit(self) -> int:
         return self._drafts if self._speculating else 0
 
-    def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
+    def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
         if drafted == self.limit() and not self._first_of_phase:
             self._costs.update(drafted, seconds, position)
         self._first_of_phase = False
@@ -99,7 +102,7 @@ class AdaptiveBlock:
             self._enter(speculating=True, cycles=_PROBE)
             return
         plain, cycle = self._costs.get(0, position), self._costs.get(self._drafts, position)
-        if cycle is None:
+        if cycle is None or not self._gains:
             self._left = 1
         elif plain is None or self._since_measured >= _REFRESH:
             self._since_measured = 0

@@ -15,7 +15,13 @@ from typing import TextIO
 
 from dflash_mlx.app.jobs import LoadModel
 from dflash_mlx.app.settings import Settings
-from dflash_mlx.cli import INTERRUPTED, add_model_arguments, add_sampling_arguments, load_options
+from dflash_mlx.cli import (
+    INTERRUPTED,
+    add_model_arguments,
+    add_sampling_arguments,
+    check_model_arguments,
+    load_options,
+)
 
 QUIT_TIMEOUT_S = 5.0
 """How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
@@ -53,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
     made = parser()
     args = made.parse_args(argv)
+    check_model_arguments(made, args)
     if args.prompt is not None and args.prompt_option is not None:
         made.error("give the prompt once, either after -p or alone")
     try:

@@ -7,9 +7,11 @@ DFLASH_BLAS=off is --blas off; the library reads none but XDG_CACHE_HOME.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from dflash_mlx.generate import GenerationResponse
 
 INTERRUPTED = 130
+_GROUP_SIZE = 64
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +44,31 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("DFLASH_BLAS", "auto"),
         help="Linux: bind a real BLAS to MLX's CPU backend (default auto; DFLASH_BLAS sets it)",
     )
-    group.add_argument("--draft-bits", type=int, help="quantise the draft when it is loaded: 8 or 4")
+    group.add_argument("--draft-bits", type=int, choices=[4, 8], help="quantise the draft when it is loaded")
+    sharing = f"with --draft-bits: weights that share a scale (default {_GROUP_SIZE})"
+    group.add_argument("--draft-group-size", type=int, choices=[32, 64, 128], help=sharing)
     group.add_argument("--draft-dtype", choices=["float32", "bfloat16"], help="of the draft's activations and context")
-    window = "positions that the draft's full-attention layers keep; default: all, or what the checkpoint says"
-    group.add_argument("--draft-window", type=int, help=window)
+    window = "positions that each layer of the draft keeps at most; default: all, or what the checkpoint says"
+    group.add_argument("--draft-window", type=_one_or_more, metavar="N", help=window)
     group.add_argument("--revision", help="branch, tag or commit of --model; default: the repository's main branch")
     group.add_argument("--draft-revision", help="branch, tag or commit of the draft; default: what `models` shows")
     group.add_argument("--gguf", help="the demo target's GGUF file, if it is on this machine already")
+
+
+def check_model_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with status 2 for what `add_model_arguments` read and argparse cannot check."""
+    if args.blas not in ("auto", "off"):
+        parser.error(f"DFLASH_BLAS has to be auto or off, got {args.blas!r}")
+    if args.draft_group_size is not None and args.draft_bits is None:
+        parser.error("--draft-group-size is for a draft that is quantised: pass --draft-bits too, or leave it out")
+
+
+def _one_or_more(text: str) -> int:
+    """For argparse. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"has to be an integer of 1 or more, got {text!r}")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -80,7 +101,7 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help=checking)
     deciding = "greedy: decide near-ties again one token at a time, as plain decoding does"
     parser.add_argument("--exact", action="store_true", help=deciding)
-    refusing = "stop with an error if the draft turns out not to work, instead of decoding plainly"
+    refusing = "stop with an error if there is no draft, or if it turns out not to work, instead of decoding plainly"
     parser.add_argument("--strict", action="store_true", help=refusing)
     group = parser.add_argument_group("memory")
     group.add_argument("--kv-bits", type=int, help="quantise keys and values of attention layers: 8 or 4, say")
@@ -98,8 +119,7 @@ def generate_main(argv: Sequence[str] | None = None) -> int:
     interrupted."""
     parser = generate_parser()
     args = parser.parse_args(argv)
-    if args.blas not in ("auto", "off"):
-        parser.error(f"DFLASH_BLAS has to be auto or off, got {args.blas!r}")
+    check_model_arguments(parser, args)
     if args.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         parser.error("no prompt: pass --prompt, or pipe one in")
     return guarded(lambda: _generate(args))
@@ -190,9 +210,25 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         revision=args.revision,
         draft_revision=args.draft_revision,
         draft_bits=args.draft_bits,
+        draft_group_size=args.draft_group_size or _GROUP_SIZE,
         draft_dtype=args.draft_dtype,
         draft_window=args.draft_window,
     )
+
+
+@contextlib.contextmanager
+def noted_warnings(notes: list[str]) -> Iterator[None]:
+    """Put what the library warns of into `notes`, each once, when the block ends, by an error too.
+
+    As Python prints them they show a line of source, and under the chat's screen nobody sees them.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            notes.extend(dict.fromkeys(str(warning.message) for warning in caught))
 
 
 class LoadingBar:

@@ -6,13 +6,13 @@ What cannot be guessed without silently losing acceptance (layer ids, mask id, r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_FIX = "Correct the config.json, or fetch it again from the draft's own repository."
+FIX = "Correct the config.json, or fetch it again from the draft's own repository."
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class DraftConfig:
     draft_vocab_size: rows of a head of its own; None shares the target's head.
     own_embedding: it carries an embedding; otherwise it shares the target's.
     runtime_block_size: the block to run by default, at most `block_size`.
-    context_window: context rows that full layers keep by default; None keeps all.
+    context_window: context rows that every layer keeps at most by default; None keeps all that it sees.
     verifier: the target that the checkpoint names, if it does.
-    format: "z-lab" or "speculators".
+    unread: keys of `dflash_config` that nothing here reads and that are not known to be harmless.
     """
 
     hidden_size: int
@@ -75,12 +75,12 @@ class DraftConfig:
     runtime_block_size: int | None = None
     context_window: int | None = None
     verifier: str | None = None
-    format: str = "z-lab"
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for check in (self._sizes, self._attention, self._vocabulary, self._taps, self._second):
             if problem := check():
-                raise CheckpointError(f"Draft config: {problem}. {_FIX}")
+                raise CheckpointError(f"Draft config: {problem}. {FIX}")
 
     def _sizes(self) -> str | None:
         names = (

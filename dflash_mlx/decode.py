@@ -215,7 +215,11 @@ def decode(
             verdict = verdict.truncate(remaining, stop)
             now = s.timings.clock()
             s.schedule.record(
-                drafted=len(step.proposal), emitted=len(verdict.tokens), seconds=now - read_at, position=s.position
+                drafted=len(step.proposal),
+                accepted=None if again or verdict.uncertain else verdict.accepted,
+                emitted=len(verdict.tokens),
+                seconds=now - read_at,
+                position=s.position,
             )
             read_at = now
             finish = _finish(verdict, remaining, stop)

@@ -19,8 +19,8 @@ def why_plain(draft: DraftModel | None, options: Options, dtype: mx.Dtype) -> st
         return "`mode` is 'plain'."
     if options.block_size == 1:
         return "`block_size` is 1, which leaves no room for a draft."
-    if options.mode == "auto" and draft.fault is not None:
-        return f"{draft.fault} That was found in an earlier request; load the draft again to try it again."
+    if options.mode == "auto" and draft.fault is not None and not options.text_depends_on_blocks:
+        return f"in an earlier request {draft.fault}"
     if options.mode == "auto" and mx.default_device() == mx.cpu:
         return _why_not_on_cpu(dtype)
     return None

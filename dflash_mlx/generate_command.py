@@ -7,13 +7,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.cache import KVQuantization
-from dflash_mlx.cli import INTERRUPTED, LoadingBar, chat_ids, load_options, print_summary, printable
+from dflash_mlx.cli import (
+    INTERRUPTED,
+    LoadingBar,
+    chat_ids,
+    load_options,
+    noted_warnings,
+    print_summary,
+    printable,
+)
 from dflash_mlx.cpu import prefill_step_size
 from dflash_mlx.divergence import Divergence, check
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.generate import encode, stream_generate
 from dflash_mlx.load import load
 from dflash_mlx.options import Options
@@ -32,8 +42,7 @@ def run(args: argparse.Namespace, prompt: str) -> int:
         ValueError, DFlashError, OSError, KeyboardInterrupt: for `cli.guarded`.
     """
     policy, request = _policy(args), _request(args)
-    with LoadingBar() as bar:
-        model, tokenizer, draft = load(args.model, progress=bar, **load_options(args))
+    model, tokenizer, draft, notes = _load(args)
     ids = encode(tokenizer, chat_ids(tokenizer, prompt, args.system_prompt, raw=args.raw, thinking=args.think))
     cache = _prompt_cache(args.prompt_cache, model, draft)
     reused = cache.reuse(ids) if cache else 0
@@ -59,6 +68,10 @@ def run(args: argparse.Namespace, prompt: str) -> int:
                 print(printable(last.text), end="", flush=True)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except (DFlashError, ValueError):
+        if not args.json and answer.text and not answer.text.endswith("\n"):
+            print(flush=True)  # what is said of the error begins a line of its own
+        raise
     if last is None:
         raise KeyboardInterrupt
     answer.finish("interrupted" if status else last.finish_reason)
@@ -68,7 +81,8 @@ def run(args: argparse.Namespace, prompt: str) -> int:
     if args.check and not cut:
         found, status = _checked(lambda: check(model, tokenizer, ids, answer.tokens, policy=policy, **request), lines)
     if args.json:
-        json.dump(as_json(last, answer, found), sys.stdout, ensure_ascii=False)
+        noted = replace(last, notes=(*notes, *last.notes))
+        json.dump(as_json(noted, answer, found), sys.stdout, ensure_ascii=False)
         print(flush=True)
     print_summary(last, lines, interrupted=cut)
     if cache:
@@ -76,13 +90,36 @@ def run(args: argparse.Namespace, prompt: str) -> int:
     return status
 
 
+def _load(args: argparse.Namespace) -> tuple[Any, Any, Any, list[str]]:
+    """Model, tokenizer, draft or None, and what loading them warned of, which is on stderr already."""
+    notes: list[str] = []
+    try:
+        with LoadingBar() as bar, noted_warnings(notes):
+            model, tokenizer, draft = load(args.model, progress=bar, **load_options(args))
+    finally:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    if args.strict and draft is None:
+        raise ValueError(
+            f"`--strict` forbids to decode plainly instead of with a draft, and there is none for {args.model}. Name "
+            "one with --draft, or leave --strict out."
+        )
+    return model, tokenizer, draft, notes
+
+
 def _policy(args: argparse.Namespace) -> SamplingPolicy:
-    """How tokens are chosen, refused before any model loads where --check could say nothing about it."""
+    """How tokens are chosen, refused before any model loads where --check or --strict could say nothing about it."""
     policy = SamplingPolicy(args.temp, args.top_p, args.min_p, top_k=args.top_k, seed=args.seed)
     if args.check and not policy.greedy and (args.rule != "match" or args.seed is None):
         raise ValueError(
             "`--check` compares tokens with plain decoding, and sampled text is that of plain decoding only with "
             "`--rule match` and a `--seed`. Pass both, or --temp 0."
+        )
+    if args.strict and (args.draft == "none" or args.mode == "plain" or args.block_size == 1):
+        plain = "--draft none" if args.draft == "none" else "--mode plain" if args.mode == "plain" else "--block-size 1"
+        raise ValueError(
+            f"`--strict` forbids to decode plainly instead of with a draft, and {plain} asks for that. Leave one of "
+            "the two out."
         )
     if args.check and args.prompt_cache:
         raise ValueError(

@@ -15,7 +15,7 @@ import mlx.core as mx
 from dflash_mlx.blocksize import BlockSchedule
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.errors import DFlashError, DraftFault
+from dflash_mlx.errors import DraftFault
 from dflash_mlx.proposers import Proposer
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.targets import Target
@@ -23,6 +23,8 @@ from dflash_mlx.targets import Target
 _CYCLES = 16  # that drafted, before acceptance is judged: with 1 accepted in 5 cycles, none in 16 has 3 in 100
 _NEAR_ZERO = 0.02  # accepted drafts per cycle; the worst published draft on its worst task has more than 1
 _WINDOW, _ANCHORS, _LEAST = 96, 8, 12  # tokens, blocks and fewest tokens of a diagnosis
+_ENOUGH = 60  # predictions from which on a diagnosis is believed for good
+_SOME = 0.1  # share of a text from which on it is no fault of the draft's if nothing is accepted
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class Patient:
 
     @property
     def not_finite(self) -> bool:
-        """Whether the last block had a row of NaN or infinity. The verdict was read, so this waits for nothing."""
+        """Whether the last block had a row of NaN or infinity.
+
+        Its tokens were computed before the verdict that was just read, so this waits for nothing.
+        """
         last = self.proposer.last if isinstance(self.proposer, BlockProposer) else None
         tokens: list[int] = [] if last is None else last.tolist()  # type: ignore[assignment]
         return any(token < 0 for token in tokens)
@@ -45,11 +50,26 @@ class Patient:
         layers = self.proposer.context.layers if isinstance(self.proposer, BlockProposer) else ()
         held = [array for layer in layers for array in layer.held or ()]
         where = (
-            "its weights or its activations overflow: load the draft again, or with draft_dtype='float32'"
+            "its weights or its activations overflow. Load the draft again, or with draft_dtype='float32'."
             if all(bool(mx.isfinite(array).all().item()) for array in held)
-            else "it comes in with the target's features, which overflow: load the target in bfloat16 or float32"
+            else "it comes in with the target's features, which overflow. Load the target in bfloat16 or float32."
         )
-        return f"the draft {self.draft.name} returned NaN or infinity, so decoding goes on plainly; {where}."
+        return f"the draft {self.draft.name} returned NaN or infinity: {where}"
+
+    def why_nothing_is_accepted(self) -> str | None:
+        """The reason as far as it can be told; None if the draft predicts the text well enough."""
+        track = self.draft.track
+        counts = f"{track.accepted} of {track.drafted} drafts were accepted in {track.cycles} cycles"
+        if track.found is None:
+            try:
+                diagnosis = diagnose(self.target, self.draft, self.tokens)
+            except Exception as error:  # no memory for it, say: an answer does not end for a diagnosis
+                return f"the draft {self.draft.name} does not work here: {counts}. (Why could not be examined: {error})"
+            if diagnosis.share >= _SOME:
+                return None
+            track.found = str(diagnosis)
+            track.is_certain = diagnosis.cause is not None and diagnosis.predicted >= _ENOUGH
+        return f"the draft {self.draft.name} does not work here: {counts}. {track.found}"
 
 
 class Watch:
@@ -76,37 +96,32 @@ class Watch:
     def limit(self) -> int:
         return 0 if self.stopped else self._schedule.limit()
 
-    def record(self, *, drafted: int, emitted: int, seconds: float, position: int) -> None:
-        self._schedule.record(drafted=drafted, emitted=emitted, seconds=seconds, position=position)
-        if not drafted or self.stopped:
+    def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
+        if self.stopped:  # the schedule below would wait for drafts
+            return
+        self._schedule.record(drafted=drafted, accepted=accepted, emitted=emitted, seconds=seconds, position=position)
+        if not drafted:
             return
         draft, track = self._patient.draft, self._patient.draft.track
-        track.count(drafted, emitted - 1)
-        if emitted == 1 and self._patient.not_finite:
+        if accepted is not None:
+            track.latest.append((drafted, accepted))
+        if accepted != drafted and self._patient.not_finite:
             draft.fault = self._patient.why_not_finite()
             self._report(draft.fault, stop=True)
         elif not self.notes and track.cycles >= _CYCLES and track.accepted < _NEAR_ZERO * track.cycles:
-            found = self._examine()
-            rest = "" if self._insists else ", so the rest of this answer is decoded plainly"
-            counts = f"{track.accepted} of {track.drafted} drafts were accepted in {track.cycles} cycles"
-            track.start_again()  # the next answer may suit it
-            self._report(f"the draft {draft.name} does not work here: {counts}{rest}. {found}", stop=not self._insists)
+            found = self._patient.why_nothing_is_accepted()
+            track.latest.clear()  # the next text may suit it
+            if found is None:
+                return
+            if track.is_certain and not self._insists:
+                draft.fault = found
+            self._report(found, stop=not self._insists)
 
-    def _report(self, note: str, *, stop: bool) -> None:
+    def _report(self, found: str, *, stop: bool) -> None:
         if self._strict:
-            raise DraftFault(f"{note[0].upper()}{note[1:]} Leave `strict` out to decode plainly instead.")
-        self.notes += (note,)
+            raise DraftFault(f"{found[0].upper()}{found[1:]} Without `strict` decoding would go on plainly.")
+        self.notes += (f"plain decoding from here on: {found}" if stop else found,)
         self.stopped = stop
-
-    def _examine(self) -> str:
-        draft = self._patient.draft
-        try:
-            diagnosis = diagnose(self._patient.target, draft, self._patient.tokens)
-        except (DFlashError, RuntimeError) as error:  # no memory for it, say; the answer goes on
-            return f"{_UNKNOWN} (Why could not be examined: {error})"
-        if diagnosis.cause is not None and not self._insists:
-            draft.fault = f"the draft {draft.name} does not work here. {diagnosis}"
-        return str(diagnosis)
 
 
 _UNKNOWN = (
@@ -126,11 +141,21 @@ class Diagnosis:
     agreement: dict[str, tuple[int, int]]
     cause: str | None = None
 
+    @property
+    def predicted(self) -> int:
+        """Tokens that were predicted, as configured."""
+        return self.agreement.get(_AS_IS, (0, 0))[1]
+
+    @property
+    def share(self) -> float:
+        """Of them, how many rightly, 0..1."""
+        return self.agreement[_AS_IS][0] / self.predicted if self.predicted else 0.0
+
     def __str__(self) -> str:
         if not self.agreement:
             return f"Likely causes: {_UNKNOWN}"
         right, total = self.agreement[_AS_IS]
-        known = f"Of {total} tokens of this text it predicts {right}"
+        known = f"Of {total} tokens of a known text it predicts {right}"
         return f"{known}, {self.cause}." if self.cause else f"{known}. Likely causes: {_UNKNOWN}"
 
 
@@ -155,7 +180,7 @@ def diagnose(target: Target, draft: DraftModel, ids: Sequence[int]) -> Diagnosis
     Returns:
         a Diagnosis; an empty one if the text is shorter than 12 tokens.
     """
-    ids = list(ids)[-_WINDOW:]
+    ids = list(ids[-_WINDOW:])
     if len(ids) < _LEAST:
         return Diagnosis({})
     taps = draft.config.target_layer_ids

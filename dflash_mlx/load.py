@@ -68,7 +68,7 @@ def load(
             repository: that draft. None: no draft, but three values.
         draft_revision: branch, tag or commit of the draft's repository; default: the registry's, or main.
         draft_bits, draft_group_size: quantise the draft on load, to 4 or 8 bits. draft_dtype: "float32" or
-            "bfloat16". draft_window: context rows that its full-attention layers keep; default all.
+            "bfloat16". draft_window: context rows that each of its layers keeps at most; default all.
         dtype: "float32", "bfloat16" or "float16" for the floating parameters; default as stored, and for "demo"
             what decodes fastest here. "packed" (demo only) keeps its 4-bit weights.
         blas: "auto" binds a real BLAS to MLX's CPU backend on Linux; "off" does not.

@@ -16,7 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft import checkpoint
-from dflash_mlx.draft.formats import explain_folder
+from dflash_mlx.draft.formats import MODELOPT, PICKLED, explain_folder
 from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import DRAFT
 from dflash_mlx.hub.repository import Source, find
@@ -24,8 +24,7 @@ from dflash_mlx.registry import DEMO
 from dflash_mlx.resolve import Resolution
 from dflash_mlx.targets import TargetSpec
 
-MODELOPT = "hf_quant_config.json"  # of NVIDIA's quantiser, which leaves config.json as it is
-_ONLY = {"GGUF": (".gguf",), "pickle": (".bin", ".pt", ".pth", ".ckpt")}
+_ONLY = {"GGUF": (".gguf",), "pickle": PICKLED}
 
 
 def draft_source(resolution: Resolution) -> Source | None:

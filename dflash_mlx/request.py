@@ -19,7 +19,7 @@ from dflash_mlx.cache import TargetCache, positions_held
 from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.errors import CacheStateError
+from dflash_mlx.errors import CacheStateError, DraftFault
 from dflash_mlx.exact import Cautious
 from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_plain
 from dflash_mlx.health import Patient, Watch
@@ -195,6 +195,8 @@ def plan(
         check_pair(draft, target, target.spec.model_type)
         block_size = _block(draft, options.block_size)
     held, entries = _check_cache(prompt_cache, target, draft)
+    if draft is not None and draft.fault is not None and options.strict and options.mode != "plain":
+        raise DraftFault(f"In an earlier request {draft.fault} Without `strict` decoding would go on plainly.")
     reason = why_plain(draft, options, target.spec.dtype) or why_not_over(entries)
     if reason and options.mode == "dflash":
         raise ValueError(f"`mode` is 'dflash', but {reason}")

@@ -9,7 +9,7 @@ decode_s, its work on the prompt included: generation-only rates show what specu
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,19 +61,23 @@ class Stats:
 
 @dataclass
 class Track:
-    """What a draft gave, over requests, since it was last judged."""
+    """What a draft gave in its latest cycles, over requests, since it was last judged."""
 
-    cycles: int = 0  # that drafted
-    drafted: int = 0
-    accepted: int = 0
+    latest: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=64))  # (drafted, accepted) per cycle
+    found: str | None = None  # what an examination said
+    is_certain: bool = False  # and whether it names the cause
 
-    def count(self, drafted: int, accepted: int) -> None:
-        self.cycles += 1
-        self.drafted += drafted
-        self.accepted += accepted
+    @property
+    def cycles(self) -> int:
+        return len(self.latest)
 
-    def start_again(self) -> None:
-        self.cycles = self.drafted = self.accepted = 0
+    @property
+    def drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.latest)
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted for _, accepted in self.latest)
 
 
 @dataclass

@@ -22,7 +22,7 @@ def simulate(schedule, tokens: int, gain, seed: int = 0, plain_s: float = PLAIN_
         drafts = schedule.limit()
         emitted = 1 if not drafts else 1 + sum(rng.random() < (gain(position) - 1) / drafts for _ in range(drafts))
         cost = (CYCLE_S if drafts else plain_s) * rng.uniform(0.9, 1.1)
-        schedule.record(drafted=drafts, emitted=emitted, seconds=cost, position=position)
+        schedule.record(drafted=drafts, accepted=emitted - 1, emitted=emitted, seconds=cost, position=position)
         position, seconds = position + emitted, seconds + cost
         plain_steps, cycles = plain_steps + (not drafts), cycles + bool(drafts)
     return {"speedup": position * plain_s / seconds, "plain": plain_steps, "cycles": cycles}
@@ -61,7 +61,7 @@ def test_the_next_request_starts_knowing_what_cycles_cost() -> None:
     second = AdaptiveBlock(4, costs)
     steps = 0
     while second.limit():
-        second.record(drafted=3, emitted=1, seconds=CYCLE_S, position=steps)
+        second.record(drafted=3, accepted=0, emitted=1, seconds=CYCLE_S, position=steps)
         steps += 1
     assert steps == 4, "decided at the first look"
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import dflash_mlx
 from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair
@@ -54,6 +56,12 @@ def damaged_tokenizer(folder: Path) -> None:
 def truncated(folder: Path) -> None:
     path = v1(folder) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_doubles(folder: Path) -> None:
+    write(folder, v1_config())
+    weights = {name: np.array(value, np.float64) for name, value in tensors_of(v1_config()).items()}
+    save_file(weights, folder / "model.safetensors")
 
 
 def without_shard(folder: Path) -> None:
@@ -150,6 +158,7 @@ BROKEN: dict[str, tuple[type[DFlashError], Make, str]] = {
     # a damaged download
     "no weights": (CheckpointError, lambda folder: write(folder, v1_config()), r"no \.safetensors"),
     "truncated": (CheckpointError, truncated, "damaged or incomplete"),
+    "doubles": (CheckpointError, of_doubles, "stores numbers as F64"),
     "shard": (CheckpointError, without_shard, "lacks 1 of the 2 files"),
     "config": (CheckpointError, lambda folder: write(folder, [1], {}), "holds a list"),
     "JSON": (CheckpointError, lambda folder: (v1(folder) / "config.json").write_text("{"), "cannot be read"),
@@ -166,6 +175,7 @@ BROKEN: dict[str, tuple[type[DFlashError], Make, str]] = {
     "block": (CheckpointError, of(v1_config(dflash_config={"block_size": 8})), "`block_size` is 8"),
     "text for a number": (CheckpointError, says(hidden_size="64"), "integer, .*got '64'"),
     "activation": (CheckpointError, of(v1_config(hidden_act="gelu")), "`hidden_act`"),
+    "scale": (CheckpointError, of(v1_config(dflash_config={"embedding_scale": 8})), "`embedding_scale` is 8"),
     # another architecture
     "DFlash 2 in part": (
         CheckpointError,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from safetensors.numpy import save_file
 
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.checkpoint import check_pair, check_shapes, expected_shapes, load_draft, read_config
@@ -128,6 +131,17 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
         read_config(folder)
 
 
+def test_numbers_that_mlx_cannot_read_are_named(tmp_path: Path) -> None:
+    """A download of the same file again would end in the same."""
+    folder = write(tmp_path, v1_config())
+    weights = {name: np.array(value, np.float64) for name, value in tensors_of(v1_config()).items()}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"stores numbers as F64, which MLX cannot read.*Get the draft in bfloat16"
+    ):
+        load_draft(folder)
+
+
 FILES = {
     "nothing": ([], r"has no config\.json, .*Give the folder"),
     "no weights": (["config.json"], r"but no \.safetensors file. Download the draft's weights"),
@@ -179,6 +193,15 @@ def test_metadata_of_another_quantiser_beside_the_config_is_noticed(tmp_path: Pa
     (folder / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"quantised for another runtime .*hf_quant_config\.json"):
         load_draft(folder)
+
+
+def test_keys_of_the_config_that_nothing_reads_are_told_with_every_answer(tmp_path: Path) -> None:
+    assert load_draft(checkpoints.v1(tmp_path / "known", dflash_config={"num_anchors": 512})).notes == ()
+    draft = load_draft(checkpoints.v1(tmp_path / "new", dflash_config={"anything_new": 8, "tilt": [1]}))
+    assert draft.notes == (
+        "the draft's config.json has keys that this version does not read: `anything_new`, `tilt`; if one changes the "
+        "maths, the draft accepts less",
+    )
 
 
 # Strictness
@@ -481,8 +504,16 @@ def test_a_reduced_vocabulary_that_names_ids_beyond_the_targets_is_refused(tmp_p
     folder = checkpoints.speculators(tmp_path, kept=[1, 2, 300], transformer_layer_config=decoder)
     tensors = tensors_of(speculators_config(transformer_layer_config=decoder)) | head(3) | vocabulary([1, 2, 300], 320)
     write(folder, speculators_config(transformer_layer_config=decoder, draft_vocab_size=3), tensors)
+    draft = load_draft(folder)
     with pytest.raises(IncompatiblePair, match=r"proposes the token id 300 .*tiny has 257 tokens.*made for tiny/llama"):
-        check_pair(load_draft(folder), target_for(tiny("llama")), "tiny")
+        check_pair(draft, target_for(tiny("llama")), "tiny")
+
+
+def test_a_full_vocabulary_may_have_rows_beyond_the_targets() -> None:
+    """They are padding, and cut off."""
+    draft = DraftModel(replace(DraftConfig.from_dict(v1_config(vocab_size=320)), draft_vocab_size=320))
+    draft.map_ids(mx.arange(319, -1, -1))
+    check_pair(draft, target_for(tiny("llama")), "tiny")
 
 
 def test_a_mask_beyond_the_targets_rows_is_fine_in_an_embedding_of_its_own(tmp_path: Path) -> None:

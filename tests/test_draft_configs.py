@@ -16,6 +16,7 @@ from dflash_mlx.config import FULL, SLIDING, Convolution, DraftConfig, Selector
 from dflash_mlx.draft.checkpoint import expected_shapes
 from dflash_mlx.errors import CheckpointError
 from tests.checkpoints import dflash2_config, speculators_config, v1_config
+from tests.families import VOCAB
 
 BASES = {
     "v1": v1_config(),
@@ -225,8 +226,9 @@ def spelled_by_speculators(draw: st.DrawFn, config: DraftConfig) -> dict[str, An
 def test_every_spelling_of_a_z_lab_draft_reads_alike(data: st.DataObject) -> None:
     """A key that is looked for in one place only would be taken for missing, or replaced by a default."""
     config = data.draw(drafts(second=data.draw(st.booleans())))
-    spelling = data.draw(st.composite(spelled_by_zlab)(config))
-    assert DraftConfig.from_dict(spelling) == config
+    read = DraftConfig.from_dict(data.draw(st.composite(spelled_by_zlab)(config)))
+    assert read == config
+    assert read.unread == ()  # no key of a published spelling is told as unknown
 
 
 @settings(max_examples=100, deadline=None)
@@ -234,7 +236,7 @@ def test_every_spelling_of_a_z_lab_draft_reads_alike(data: st.DataObject) -> Non
 def test_every_spelling_of_a_speculators_draft_reads_alike(data: st.DataObject) -> None:
     """Layer ids are one less than the file's, and blocks of sliding layers look both ways only where it says so."""
     config = data.draw(drafts(second=data.draw(st.booleans())))
-    config = replace(config, format="speculators", runtime_block_size=None, context_window=None)
+    config = replace(config, runtime_block_size=None, context_window=None)
     config = replace(config, causal=False if config.causal is False else None)
     spelling = data.draw(st.composite(spelled_by_speculators)(config))
     assert DraftConfig.from_dict(spelling) == config
@@ -286,6 +288,11 @@ OPTIONAL = [
     "markov_rank",
     "sample_from_anchor",
     "model_type",
+    "logit_scale",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "attention_out_bias",
+    "attention_value_scale",
 ]
 
 
@@ -501,6 +508,32 @@ REFUSED = {
         r"`conv_kernel_size` belongs to DFlash 2, and `architectures` does not say",
     ),
     "reduced DFlash 2": (dflash2_config(draft_vocab_size=64), "DFlash 2 needs the full vocabulary"),
+    # scales and parts of other architectures
+    **{
+        f"{key} {where}": (
+            base,
+            rf"`{key}` is {value!r}, which changes what the draft computes, .* as if it were '?{ours}'?\.",
+        )
+        for key, value, ours in (
+            ("logit_scale", 0.0625, "1"),
+            ("logits_scaling", 8, "1"),
+            ("residual_multiplier", 0.22, "1"),
+            ("embedding_multiplier", 12, "1"),
+            ("embedding_scale", 8, "1"),
+            ("attention_multiplier", 1.0, "0.25"),
+            ("query_pre_attn_scalar", 256, "16"),
+            ("attn_logit_softcapping", 50.0, "0"),
+            ("mlp_bias", True, "False"),
+            ("attention_out_bias", True, "False"),
+            ("attention_sinks", True, "False"),
+            ("attention_mode", "mla", "gqa"),
+        )
+        for where, base in (
+            ("at the top", v1_config(**{key: value})),
+            ("inside", v1_config(dflash_config={key: value})),
+            ("in speculators", speculators_config(transformer_layer_config={key: value})),
+        )
+    },
     "codebooks": (dflash2_config(selector_vocab_size=64), "`selector_vocab_size` is 64 and `vocab_size` 257"),
     # speculators
     "id 0": (speculators_config(aux_hidden_state_layer_ids=[0, 2]), r"\[0, 2\] holds 0, .* its ids count from 1"),
@@ -552,6 +585,45 @@ REFUSED = {
     ),
 }
 STEP = r"(Correct|Get|Fetch|Choose|Download)\b"  # every message ends with what to do
+
+
+NEUTRAL = {
+    "logit_scale": 1.0,
+    "logits_scaling": 1,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "embedding_scale": 1,
+    "attention_multiplier": 0.25,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": None,
+    "mlp_bias": False,
+    "attention_out_bias": False,
+    "attention_sinks": False,
+    "attention_mode": "gqa",
+    "attention_value_scale": 1.0,
+    "attention_sink_bias": False,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_keys_of_other_architectures_may_say_that_nothing_changes(name: str) -> None:
+    """Converters write every key that they know; a draft is not refused for one that says nothing."""
+    plain = BASES[name]
+    inner = "dflash_config" if "dflash_config" in plain else "transformer_layer_config"
+    for config in (plain | NEUTRAL, plain | {inner: plain[inner] | NEUTRAL}):
+        read = DraftConfig.from_dict(config)
+        assert read == DraftConfig.from_dict(plain)
+        assert read.unread == ()
+
+
+def test_keys_that_nothing_reads_are_kept_by_name_unless_they_are_known_to_be_harmless() -> None:
+    """An unknown scale would be ignored in silence, and a note about every training key would be read by no one."""
+    training = {"num_anchors": 4096, "loss_decay_gamma": 7.0, "selector_loss_alpha": 1.0, "mask_token": "<|MASK|>"}
+    known = training | {"markov_rank": 0, "swa_window_size": 9, "selector_vocab_size": VOCAB, "nothing": None}
+    strange = {"anything_new": [1], "rope_theta": 5e6, "num_anchors_scale": 2}
+    config = v1_config(dflash_config=known | strange)
+    assert DraftConfig.from_dict(config).unread == ("anything_new", "rope_theta", "num_anchors_scale")
+    assert DraftConfig.from_dict(config) == DraftConfig.from_dict(v1_config())
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED.keys())
@@ -626,3 +698,188 @@ def test_a_published_draft_has_the_tensors_and_the_size_that_its_file_has(
     count = sum(math.prod(shape) for shape in shapes.values())
     assert (len(shapes), f"{count * 2 / 2**30:.2f}") == (tensors, gib)
     assert parameters in (None, count)
+
+
+def file_of(second: bool = False, **keys: Any) -> dict[str, Any]:
+    """A config.json with what the published ones have in common."""
+    return {
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "model_type": "qwen3",
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        **keys,
+    }
+
+
+SECOND = dict(conv_group_size=16, conv_kernel_size=2, selector_rank=256, selector_top_k=16)
+# What the files hold, and what that has to be read as. The two DFlash 2 ones are whole; of the others this is what
+# other runtimes quote in their tests.
+AS_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "z-lab/Muse-Glimmer-30B-DFlash2": (
+        file_of(
+            True,
+            bos_token_id=200000,
+            is_causal=False,
+            dflash_config=SECOND
+            | dict(
+                block_size=16,
+                final_logit_softcapping=20.0,
+                mask_token_id=201818,
+                output_multiplier=0.19611613513818404,
+                target_layer_ids=[1, 13, 25, 37, 49],
+            ),
+            eos_token_id=200001,
+            hidden_size=6656,
+            intermediate_size=19968,
+            layer_types=[SLIDING] * 5,
+            max_position_embeddings=131072,
+            max_window_layers=5,
+            num_attention_heads=32,
+            num_hidden_layers=5,
+            num_target_layers=52,
+            pad_token_id=200018,
+            rms_norm_eps=1e-05,
+            rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+            sliding_window=2048,
+            transformers_version="5.15.0",
+            use_cache=False,
+            use_sliding_window=True,
+            vocab_size=202048,
+        ),
+        dict(
+            hidden_size=6656,
+            num_layers=5,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=202048,
+            rms_norm_eps=1e-05,
+            rope_theta=500000.0,
+            layer_types=(SLIDING,) * 5,
+            sliding_window=2048,
+            causal=False,
+            block_size=16,
+            mask_token_id=201818,
+            target_layer_ids=(1, 13, 25, 37, 49),
+            num_target_layers=52,
+            input_embedding_scale=1.0,
+            output_multiplier=0.19611613513818404,
+            final_logit_softcapping=20.0,
+            convolution=Convolution(2, 16),
+            selector=Selector(256, 16),
+        ),
+    ),
+    "z-lab/Qwen3.8-27B-DFlash2": (
+        file_of(
+            True,
+            bos_token_id=None,
+            is_causal=False,
+            dflash_config=SECOND | dict(block_size=8, mask_token_id=248070, target_layer_ids=[5, 19, 33, 47, 61]),
+            eos_token_id=248044,
+            hidden_size=5120,
+            intermediate_size=17408,
+            layer_types=[SLIDING] * 5,
+            max_position_embeddings=262144,
+            max_window_layers=5,
+            num_attention_heads=32,
+            num_hidden_layers=5,
+            num_target_layers=64,
+            pad_token_id=248044,
+            rope_parameters={"rope_theta": 10000000, "rope_type": "default"},
+            sliding_window=2048,
+            transformers_version="5.15.0",
+            use_sliding_window=True,
+            vocab_size=248320,
+        ),
+        dict(
+            hidden_size=5120,
+            rope_theta=1e7,
+            layer_types=(SLIDING,) * 5,
+            causal=False,
+            block_size=8,
+            mask_token_id=248070,
+            target_layer_ids=(5, 19, 33, 47, 61),
+            num_target_layers=64,
+            output_multiplier=1.0,
+            final_logit_softcapping=None,
+            selector=Selector(256, 16),
+        ),
+    ),
+    "z-lab/gemma-4-31B-it-DFlash": (
+        file_of(
+            block_size=16,
+            dflash_config=dict(mask_token_id=4, target_layer_ids=[1, 12, 23, 35, 46, 57]),
+            final_logit_softcapping=30.0,
+            hidden_size=5376,
+            intermediate_size=10752,
+            layer_types=[SLIDING] * 4 + [FULL],
+            max_position_embeddings=262144,
+            num_attention_heads=64,
+            num_hidden_layers=5,
+            num_target_layers=60,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=2048,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            vocab_size=262144,
+        ),
+        dict(
+            hidden_size=5376,
+            num_heads=64,
+            rope_theta=1e6,
+            rope_scaling=None,
+            layer_types=(SLIDING,) * 4 + (FULL,),
+            causal=None,
+            block_size=16,
+            mask_token_id=4,
+            final_logit_softcapping=30.0,
+            selector=None,
+        ),
+    ),
+    "z-lab/gpt-oss-20b-DFlash": (
+        file_of(
+            attention_bias=True,
+            block_size=8,
+            bos_token_id=199998,
+            dflash_config=dict(mask_token_id=200000, target_layer_ids=[1, 6, 11, 16, 21]),
+            eos_token_id=200002,
+            head_dim=64,
+            hidden_size=2880,
+            initial_context_length=4096,
+            intermediate_size=7680,
+            max_position_embeddings=131072,
+            model_type="gpt_oss",
+            num_attention_heads=64,
+            num_hidden_layers=8,
+            rms_norm_eps=1e-5,
+            rope_theta=150000,
+            vocab_size=201088,
+        ),
+        dict(
+            head_dim=64,
+            attention_bias=True,
+            rope_theta=150000.0,
+            layer_types=(FULL,) * 8,
+            block_size=8,
+            mask_token_id=200000,
+            num_target_layers=22,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "facts"), AS_PUBLISHED.values(), ids=AS_PUBLISHED.keys())
+def test_a_published_config_is_read_as_what_it_is(file: dict[str, Any], facts: dict[str, Any]) -> None:
+    """No key of it is refused or unknown, and none is read from another place than where it stands."""
+    read = DraftConfig.from_dict(file)
+    assert {name: getattr(read, name) for name in facts} == facts
+    assert read.unread == ()

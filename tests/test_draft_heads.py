@@ -67,7 +67,7 @@ def target_with(name: str, tied: bool, bits: int | None) -> Target:
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma4_text", "muse_glimmer"])
 def test_block_rows_and_logits_are_those_of_the_targets_own_functions(name: str, tied: bool, bits: int | None) -> None:
     """Gemma's scale left out, or a head that is not the packed one, costs acceptance and nothing else would show it."""
     target = target_with(name, tied, bits)
@@ -75,7 +75,9 @@ def test_block_rows_and_logits_are_those_of_the_targets_own_functions(name: str,
     draft = Scripted(hidden, output_multiplier=0.5)
     proposal = proposer(draft, target, *BEST).propose(7, 3, 10)
     ids = mx.array([[7, 256, 256, 256]])
-    assert mx.array_equal(draft.given[0], target.embed(ids))
+    # Muse's own forward norms the rows, and its draft was trained on the table as it is.
+    given = target.embedding(ids) if name == "muse_glimmer" else target.embed(ids)
+    assert mx.array_equal(draft.given[0], given)
     scale = HIDDEN**0.5 if name.startswith("gemma") else 1.0
     np.testing.assert_allclose(np.array(draft.given[0]), np.array(target.embedding(ids)) * scale, rtol=0.01)
     logits = target.head(mx.array(hidden)[None])[0] * 0.5

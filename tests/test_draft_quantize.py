@@ -112,6 +112,22 @@ def test_what_is_packed_already_stays_as_it_is() -> None:
         assert mx.array_equal(before[name], after[name])
 
 
+@pytest.mark.parametrize(("bits", "told"), [(4, True), (8, False)])
+def test_bits_that_a_packed_draft_does_not_get_are_told(tmp_path: Path, bits: int, told: bool) -> None:
+    """The user would take it for a smaller one than it is."""
+    config = checkpoints.v1_config(quantization={"group_size": 32, "bits": 8})
+    tensors = checkpoints.quantized(checkpoints.tensors_of(config), bits=8)
+    draft = load_draft(checkpoints.write(tmp_path, config, tensors), options=DraftOptions(bits=bits, group_size=32))
+    assert set(packed(draft).values()) == {(8, 32)}
+    note = "the draft's weights are packed already (8 bits), so `draft_bits` 4 changes nothing; convert the original "
+    note += "for that"
+    assert draft.notes == (note,) * told
+    partly = tiny_draft()
+    nn.quantize(partly, 32, 8, class_predicate=lambda path, module: path.endswith("q_proj"))
+    quantize(partly, 4, 32)
+    assert any("2 of the draft's matrices are packed already (8 bits)" in each for each in partly.notes)
+
+
 def test_rows_that_do_not_divide_into_groups_stay_wide_and_a_note_says_so() -> None:
     """`down_proj` has rows of 96."""
     draft = tiny_draft()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from dflash_mlx import make_prompt_cache
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import DraftFault
-from dflash_mlx.health import diagnose
+from dflash_mlx.health import Patient, diagnose
+from dflash_mlx.proposers import NullProposer
 from dflash_mlx.sampling import make_sampler
 from dflash_mlx.targets import target_for
-from tests.conftest import draft_config, tiny_draft
-from tests.families import VOCAB, prompt_of, reference, tiny
+from dflash_mlx.targets.dense import DenseTarget
+from tests.conftest import byte_tokenizer, draft_config, tiny_draft
+from tests.families import prompt_of, reference, tiny
 from tests.generating import paying as paying
 from tests.generating import stream
 
@@ -69,7 +72,7 @@ def test_a_draft_that_returns_nan_is_dropped_at_once_and_the_answer_stays(mode, 
     assert (responses[0].mode, last.mode) == ("dflash", "plain")
     assert last.stats.cycles - last.stats.plain_steps == 1
     note = next(note for note in last.notes if "NaN" in note)
-    assert "decoding goes on plainly" in note and "draft_dtype='float32'" in note
+    assert note.startswith("plain decoding from here on: the draft") and "draft_dtype='float32'" in note
     assert responses[0].notes == last.notes[1:], "the reason comes first"
 
 
@@ -78,7 +81,7 @@ def test_features_that_overflow_are_told_from_a_broken_draft(tokenizer, truth) -
     draft = tiny_draft()
     draft.fc.weight = draft.fc.weight * mx.inf
     last = run(tokenizer, draft)[-1]
-    assert "target's features, which overflow: load the target in bfloat16" in last.notes[0]
+    assert "target's features, which overflow. Load the target in bfloat16" in last.notes[0]
 
 
 def test_nan_in_sampled_mode_leaves_the_targets_own_distribution(tokenizer) -> None:
@@ -91,8 +94,11 @@ def test_nan_in_sampled_mode_leaves_the_targets_own_distribution(tokenizer) -> N
 
 
 def test_strict_raises_instead_of_falling_back(paying, tokenizer) -> None:
-    with pytest.raises(DraftFault, match=r"returned NaN or infinity.* Leave `strict` out to decode plainly"):
-        run(tokenizer, poisoned(), strict=True)
+    draft = poisoned()
+    for _ in range(2):  # it is remembered, and raised again
+        with pytest.raises(DraftFault, match=r"returned NaN or infinity.* Without `strict` decoding would go on"):
+            run(tokenizer, draft, strict=True, mode="auto")
+    assert run(tokenizer, draft, strict=True, mode="plain")[0].mode == "plain"
     with pytest.raises(DraftFault, match=r"0 of 48 drafts were accepted in 16 cycles"):
         run(tokenizer, tiny_draft(), strict=True, block_size=4)
 
@@ -103,7 +109,8 @@ def test_a_draft_that_was_found_broken_is_not_tried_again_by_auto(paying, tokeni
     run(tokenizer, draft)
     responses = run(tokenizer, draft, mode="auto")
     assert [r.token for r in responses] == truth and responses[0].mode == "plain"
-    assert "NaN" in responses[0].notes[0] and "found in an earlier request" in responses[0].notes[0]
+    assert responses[0].notes[0].startswith("plain decoding: in an earlier request the draft")
+    assert "NaN" in responses[0].notes[0]
     assert run(tokenizer, draft, mode="dflash")[0].mode == "dflash"
 
 
@@ -113,10 +120,20 @@ def test_acceptance_that_stays_at_zero_ends_in_plain_decoding(paying, tokenizer,
     last = responses[-1]
     assert [r.token for r in responses] == truth and last.mode == "plain"
     assert last.stats.cycles - last.stats.plain_steps == 16
-    assert "0 of 48 drafts were accepted in 16 cycles, so the rest of this answer is decoded plainly" in last.notes[0]
+    assert last.notes[0].startswith("plain decoding from here on: the draft")
+    assert "0 of 48 drafts were accepted in 16 cycles. Of " in last.notes[0]
     assert "Likely causes: It was made for another target" in last.notes[0]
     again = run(tokenizer, draft, mode="auto", block_size=4)[-1]
     assert again.stats.cycles - again.stats.plain_steps == 16, "another text may suit it, so it gets another chance"
+
+
+@pytest.mark.parametrize("draft", [poisoned, tiny_draft])
+def test_plain_decoding_goes_on_for_long_after_a_draft_was_dropped(draft, paying, tokenizer) -> None:
+    """The schedule that rests and comes back has nothing to come back to."""
+    made = stream("llama", tokenizer, PROMPT, max_tokens=420, draft_model=draft(), mode="auto")
+    tokens = [response.token for response in made]
+    assert len(tokens) == 420
+    assert tokens == [r.token for r in stream("llama", tokenizer, PROMPT, max_tokens=420, mode="plain")]
 
 
 def test_who_insists_on_drafts_keeps_them_and_is_told(tokenizer, truth) -> None:
@@ -124,7 +141,7 @@ def test_who_insists_on_drafts_keeps_them_and_is_told(tokenizer, truth) -> None:
     last = run(tokenizer, tiny_draft(), mode="dflash", block_size=4)[-1]
     assert last.mode == "dflash" and last.stats.plain_steps <= 1
     told = [note for note in last.notes if "drafts were accepted in" in note]
-    assert len(told) == 1 and "decoded plainly" not in told[0]
+    assert len(told) == 1 and "plain decoding" not in told[0]
 
 
 def test_a_draft_that_works_raises_no_alarm(paying, tokenizer, truth) -> None:
@@ -151,9 +168,85 @@ def test_the_reason_is_found_where_the_text_can_tell(claims, made_for, late, cau
     assert run(tokenizer, draft, mode="auto")[0].mode == "plain", "a known cause does not go away"
 
 
+def test_short_answers_are_no_sign_of_a_bad_draft(paying, tokenizer) -> None:
+    """A draft that foresees the stop token is right: "yes", then the end, twenty times over."""
+    draft, stops = Knowing([0, 2], [0, 2]), byte_tokenizer([TEXT[23]])
+    for _ in range(20):
+        last = run(stops, draft, mode="auto", block_size=4, strict=True)[-1]
+        assert (last.mode, last.finish_reason, last.generation_tokens) == ("dflash", "stop", 3)
+        assert last.stats.accepted == 2
+    assert draft.track.accepted == 2 * draft.track.cycles == 40
+
+
+def test_near_ties_that_exact_decides_again_are_no_sign_of_a_bad_draft(paying, tokenizer, truth) -> None:
+    draft = Knowing([0, 2], [0, 2])
+    responses = run(tokenizer, draft, mode="auto", block_size=4, exact=50.0, strict=True)
+    assert [r.token for r in responses] == truth and responses[-1].stats.rechecked > 16
+    assert draft.track.cycles < 3, "only blocks that were judged to their end count"
+
+
+def test_a_draft_that_stops_working_is_noticed_however_long_it_worked(paying, tokenizer, truth) -> None:
+    draft = tiny_draft()
+    draft.track.latest.extend([(3, 3)] * 1000)
+    last = run(tokenizer, draft, mode="auto", block_size=4)[-1]
+    assert last.mode == "plain" and last.stats.cycles - last.stats.plain_steps == 64, "the latest 64 cycles count"
+
+
+def test_nan_in_later_rows_of_a_block_is_noticed_too(tokenizer, truth) -> None:
+    """The first row may be right and accepted; the rest of every block is lost."""
+
+    class Half(Knowing):
+        def denoise(self, embeddings: mx.array, context) -> mx.array:
+            rows = super().denoise(embeddings, context)
+            return mx.concatenate([rows[:, :1], rows[:, 1:] * mx.nan], axis=1)
+
+    responses = run(tokenizer, Half([0, 2], [0, 2]), mode="dflash", block_size=4)
+    assert [r.token for r in responses] == truth
+    assert 0 < responses[-1].stats.accepted < 3 and "NaN" in responses[-1].notes[0]
+
+
+def test_a_seed_repeats_the_text_whatever_was_found_before(paying, tokenizer) -> None:
+    """A remembered fault would make the second request plain, with another, equally likely text."""
+    draft = poisoned()
+    sampler = make_sampler(temp=0.9, seed=4)
+    first, second = (run(tokenizer, draft, mode="auto", sampler=sampler) for _ in range(2))
+    assert [r.token for r in first] == [r.token for r in second] and second[0].mode == "dflash"
+
+
+def test_insisting_leaves_no_judgement_behind(tokenizer) -> None:
+    draft = Knowing([0, 2], [1, 3])
+    assert "`target_layer_ids` is one too low" in run(tokenizer, draft, mode="dflash", block_size=4)[-1].notes[0]
+    assert draft.fault is None
+
+
+def test_a_draft_is_examined_once_and_on_the_last_tokens_only(paying, tokenizer, monkeypatch) -> None:
+    """It costs a forward of the target: not one over a long conversation, and not one per answer."""
+    read, forward = [], DenseTarget.forward
+
+    def counting(self, ids, cache, taps=()):
+        if len(taps) > 2:
+            read.append(ids.shape[1])
+        return forward(self, ids, cache, taps)
+
+    monkeypatch.setattr(DenseTarget, "forward", counting)
+    draft = tiny_draft()
+    cache = make_prompt_cache(tiny("llama"), draft)
+    for prompt in (prompt_of(150), prompt_of(9)):
+        last = list(stream("llama", tokenizer, prompt, max_tokens=60, draft_model=draft, mode="auto", block_size=4,
+                           prompt_cache=cache))[-1]  # fmt: skip
+        assert last.mode == "plain"
+    assert read == [96]
+
+
+def test_a_draft_that_predicts_the_text_is_not_blamed_for_what_was_not_accepted() -> None:
+    """Whatever kept its drafts from being accepted, it is no draft of another target."""
+    target = target_for(tiny("llama"))
+    assert Patient(target, Knowing([0, 2], [0, 2]), NullProposer(), TEXT[:90]).why_nothing_is_accepted() is None
+    assert "does not work here" in Patient(target, tiny_draft(), NullProposer(), TEXT[:90]).why_nothing_is_accepted()
+
+
 def test_a_diagnosis_counts_what_each_way_of_reading_predicts() -> None:
     found = diagnose(target_for(tiny("llama")), Knowing([0, 2], [0, 2]), TEXT[:90])
     right, total = found.agreement["as configured"]
     assert right == total and found.cause is None
     assert diagnose(target_for(tiny("llama")), tiny_draft(), TEXT[:11]).agreement == {}
-    assert VOCAB == 257

@@ -17,7 +17,7 @@ from mlx_lm.utils import dequantize_model
 
 from dflash_mlx import spellings
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.draft.formats import explain_folder, read_tensors
+from dflash_mlx.draft.formats import MODELOPT, explain_folder, read_tensors
 from dflash_mlx.draft.formats_shapes import check_shapes as check_shapes
 from dflash_mlx.draft.formats_shapes import expected_shapes as expected_shapes
 from dflash_mlx.draft.formats_shapes import fitting
@@ -53,8 +53,8 @@ def read_config(folder: Path) -> DraftConfig:
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object. Fetch it again.")
     if not spellings.is_draft(config) and (folder / "dflash" / "config.json").is_file():
         raise explain_folder(folder)
-    if (folder / "hf_quant_config.json").is_file():  # of NVIDIA's ModelOpt, which leaves config.json as it is
-        raise spellings.packed_elsewhere("hf_quant_config.json lies beside its config.json")
+    if (folder / MODELOPT).is_file():
+        raise spellings.packed_elsewhere(f"{MODELOPT} lies beside its config.json")
     return DraftConfig.from_dict(config)
 
 
@@ -82,6 +82,13 @@ def load_draft(
     config, tensors = read_config(folder), read_tensors(folder)
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     draft = fitting(shapes, config, name or folder.name, folder)
+    if unread := config.unread:
+        keys = ", ".join(f"`{key}`" for key in unread)
+        draft.notes = (
+            *draft.notes,
+            f"the draft's config.json has keys that this version does not read: {keys}; if one changes the maths, the "
+            "draft accepts less",
+        )
     ids = take_target_ids(tensors, draft.config, draft.name)
     _check_values(draft, tensors, folder)
     draft.load_weights(list(tensors.items()), strict=True)
@@ -135,11 +142,10 @@ def check_pair(
     """
     config, spec = draft.config, target.spec
     check_sizes(config, draft.name, spec, target_name)
-    largest = _largest_proposal(draft)
-    if largest >= spec.vocab_size:
+    if draft.largest_id >= spec.vocab_size:
         raise IncompatiblePair(
-            f"The draft {draft.name} proposes the token id {largest} from its reduced vocabulary, and {target_name} "
-            f"has {spec.vocab_size} tokens. {_choose(config)}"
+            f"The draft {draft.name} proposes the token id {draft.largest_id} from its reduced vocabulary, and "
+            f"{target_name} has {spec.vocab_size} tokens. {_choose(config)}"
         )
     if differing:
         token, index = next(iter(differing.items()))
@@ -179,15 +185,6 @@ def check_sizes(config: DraftConfig, name: str, spec: TargetSpec, target_name: s
             f"The draft {name} reads layer {last} of its target, and ids count from 0: {target_name} has the layers "
             f"0..{spec.n_layers - 1}. There is nothing to feed it with. {_choose(config)}"
         )
-
-
-def _largest_proposal(draft: DraftModel) -> int:
-    """The largest target id of a reduced vocabulary; -1 for a full one, whose padding is cut off."""
-    rows = draft.config.draft_vocab_size
-    if rows is None or rows == draft.config.vocab_size:
-        return -1
-    largest: int = draft.target_ids(mx.arange(rows)).max().item()  # type: ignore[assignment]
-    return largest
 
 
 def _choose(config: DraftConfig) -> str:

@@ -7,15 +7,18 @@ when they are opened, GGUF files hold another layout.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
+from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+MODELOPT = "hf_quant_config.json"  # of NVIDIA's quantiser, which leaves config.json as it is
 _UNUSED = ("verifier_norm.", "verifier_lm_head.")  # copies of the target's parts that training may have saved
 _CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
@@ -69,8 +72,8 @@ def explain_folder(folder: Path) -> CheckpointError:
             f"{folder} holds GGUF files and no safetensors. Their tensors are named, ordered and packed for "
             "llama.cpp, and are not read here. Download the draft's safetensors."
         )
-    if suffixes & set(_PICKLED):
-        found = ", ".join(sorted(suffixes & set(_PICKLED)))
+    if pickled := suffixes & set(PICKLED):
+        found = ", ".join(sorted(pickled))
         return CheckpointError(
             f"{folder} holds pickled weights ({found}) and no safetensors. Opening a pickle runs code that is stored "
             "in it, so they are never loaded. Get the draft's safetensors, or convert it where you trust the file."
@@ -83,21 +86,25 @@ def explain_folder(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} has a config.json but no .safetensors file. Download the draft's weights too.")
 
 
-def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of the folder, evaluated, under z-lab's names.
+def read_tensors(folder: Path, *, evaluate: bool = True) -> dict[str, mx.array]:
+    """Every tensor of the folder under z-lab's names.
 
+    Args:
+        evaluate: read them; otherwise only the heads of the files are read, and that they are as long as they say.
     Raises:
-        CheckpointError: no file, a missing or damaged one, or one name twice.
+        CheckpointError: no file, a missing or damaged one, numbers that MLX cannot read, or one name twice.
     """
     tensors: dict[str, mx.array] = {}
     for path in _files(folder):
         try:
             loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
-            mx.eval(loaded)  # a truncated file fails here, not in the middle of an answer
-        except (RuntimeError, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is damaged or incomplete ({error}). Delete it and download it again."
-            ) from error
+            if evaluate:
+                mx.eval(loaded)  # a truncated file fails here, not in the middle of an answer
+            else:
+                with safe_open(path, "numpy"):
+                    pass
+        except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from error
         if twice := sorted(loaded.keys() & tensors.keys()):
             raise CheckpointError(
                 f"{folder} holds `{twice[0]}` in two files, one of them {path.name}. Two downloads seem to be mixed. "
@@ -105,6 +112,15 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
             )
         tensors |= loaded
     return {new: tensors[name] for name, new in renamed(tensors, folder).items()}
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    if foreign := re.search(r"unsupported dtype (\w+)", str(error)):
+        return CheckpointError(
+            f"{path} stores numbers as {foreign[1]}, which MLX cannot read. The file may be whole, so another download "
+            "would not help. Get the draft in bfloat16, or convert the file to that where you can read it."
+        )
+    return CheckpointError(f"{path} is damaged or incomplete ({error}). Delete it and download it again.")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Do the tensors of a checkpoint fit its config? Decided from names and shapes alone, strictly in both directions.
 
-The draft is built with what the checkpoint carries (a head or an embedding of its own, packed modules) but without a
-single number computed, so this is cheap enough to do before a download, from a repository's metadata.
+The draft is built with what the checkpoint carries (a head or an embedding of its own, packed modules), but its weights
+are never computed, so this is cheap enough to do before a download, from a repository's metadata.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _packing(
     own = {_module(path): entry for path, entry in entries.items() if isinstance(entry, Mapping | bool)}
 
     def how(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path not in packed or not hasattr(module, "to_quantized"):
+        if path not in packed or not isinstance(module, nn.Linear | nn.Embedding):
             return False
         entry = own.get(path, True)
         if entry is False:

@@ -112,6 +112,7 @@ class DraftModel(nn.Module):
     notes:      what the user should know about it, shown with every request.
     fault:      what was found broken while it ran.
     context_window: context rows that its layers keep at most; None keeps all that they see.
+    largest_id: the largest target id that a reduced vocabulary proposes; -1 for a full one, whose padding is cut off.
     known_tokens: ids below this are in the tokenizer, and no other is a candidate of the selector; None: all are.
     """
 
@@ -131,6 +132,7 @@ class DraftModel(nn.Module):
         self.layers = [Layer(config, index) for index in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._ids: mx.array | None = None
+        self.largest_id = -1
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.selector)
         if config.draft_vocab_size is not None:
@@ -163,6 +165,9 @@ class DraftModel(nn.Module):
             )
         self._ids = ids.astype(mx.int32)
         mx.eval(self._ids)  # another thread could not
+        if self.config.draft_vocab_size != self.config.vocab_size:
+            largest: int = self._ids.max().item()  # type: ignore[assignment]
+            self.largest_id = largest
 
     def make_context(self, start: int = 0) -> DraftContext:
         return DraftContext(self.config, start, window=self.context_window)

@@ -24,7 +24,7 @@ class DraftOptions:
     bits:       quantise on load: 4 or 8; None leaves the weights as they are.
     group_size: weights that share a scale: 32, 64 or 128.
     dtype:      of the activations and of the context: "float32" or "bfloat16"; None is the loader's choice.
-    window:     context rows that full layers keep, 1 or more; None keeps all (or what the checkpoint says).
+    window:     context rows that every layer keeps at most, 1 or more; None keeps all (or what the checkpoint says).
 
     Raises:
         ValueError: a value is out of range; the message names it as `load` does.
@@ -42,8 +42,8 @@ class DraftOptions:
         check_dtype("draft_dtype", self.dtype)
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ValueError(
-                f"`draft_window` has to be an integer of 1 or more (context rows that the draft's full layers keep), "
-                f"or None, which keeps what the checkpoint says; got {self.window!r}."
+                f"`draft_window` has to be an integer of 1 or more (context rows that each layer of the draft keeps at "
+                f"most), or None, which keeps what the checkpoint says; got {self.window!r}."
             )
 
 
@@ -67,7 +67,8 @@ def quantize(draft: DraftModel, bits: int, group_size: int) -> None:
 
     Wide stay: the fusion `fc`, every `kernel_projection`, the candidate selector, norms, a head and an embedding of
     the draft's own, and rows that do not divide into groups (a note says how many). What is packed already stays as it
-    is. Scales get the weights' dtype: quantise before a cast to get the numbers that `dflash-metal convert` stores.
+    is (a note says so if its bits are others). Scales get the weights' dtype: quantise before a cast to get the numbers
+    that `dflash-metal convert` stores.
 
     Raises:
         ValueError: no matrix divides into groups of this size.
@@ -78,6 +79,17 @@ def quantize(draft: DraftModel, bits: int, group_size: int) -> None:
         raise ValueError(
             f"Groups of {group_size} weights fit no matrix of {draft.name} (hidden size {draft.config.hidden_size}), "
             "so nothing would be quantised. Choose a smaller group size, or no quantisation."
+        )
+    packed = [m.bits for p, m in draft.named_modules() if isinstance(m, nn.QuantizedLinear) and is_packable(p)]
+    if set(packed) - {bits}:
+        what, change = "the draft's weights", "changes nothing"
+        if linear:
+            what, change = f"{len(packed)} of the draft's matrices", "leaves them so"
+        stored = " and ".join(map(str, sorted(set(packed))))
+        draft.notes = (
+            *draft.notes,
+            f"{what} are packed already ({stored} bits), so `draft_bits` {bits} {change}; convert the "
+            "original for that",
         )
     nn.quantize(draft, group_size=group_size, bits=bits, class_predicate=lambda path, module: path in chosen)
     if wide := len(linear) - len(chosen):

@@ -55,7 +55,7 @@ class BlockProposer:
     def _denoise(self, anchor: int, limit: int) -> mx.array:
         """[K, H] after the draft's final norm."""
         ids = mx.array([[anchor] + [self.draft.config.mask_token_id] * limit])  # [1, K+1]
-        embed = self.draft.embed if self.draft.config.own_embedding else self.target.embed
+        embed = self.draft.embed if self.draft.config.own_embedding else self.target.block_rows
         return self.draft.denoise(embed(ids), self.context)[0]
 
     def _choose(self, hidden: mx.array, anchor: int, position: int) -> tuple[mx.array, mx.array | None]:

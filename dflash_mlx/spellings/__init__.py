@@ -1,7 +1,8 @@
 """The spellings of a draft's config.json, each read into one `DraftConfig`.
 
 `zlab` and `speculators` are the two formats; `keys` looks values up and checks them, `rope` reads the rotary embedding,
-`variants` knows what else a checkpoint may be. A config's `auto_map` names code, which is never run.
+`variants` knows what else a checkpoint may be, `unread` what else a config may say. A config's `auto_map` names code,
+which is never run.
 """
 
 from __future__ import annotations

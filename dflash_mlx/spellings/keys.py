@@ -10,11 +10,11 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from dflash_mlx.config import FIX
 from dflash_mlx.errors import CheckpointError
 
 LARGEST = 2**31 - 1
 _LARGEST_FLOAT = 1e300  # below what float() takes; neither NaN nor infinity is at most this
-FIX = "Correct the config.json, or fetch it again from the draft's own repository."
 NEEDED: Any = object()  # no default
 
 
@@ -40,6 +40,7 @@ class Keys:
 
     def __init__(self, *places: tuple[str, Mapping[str, Any]]) -> None:
         self._places = places
+        self.asked: set[str] = set()  # every name that was looked up
 
     def find(self, *names: str) -> Any:
         """The value under these names (spellings of one thing), or None; null counts as absent.
@@ -47,6 +48,7 @@ class Keys:
         Raises:
             CheckpointError: two of them are there and differ.
         """
+        self.asked.update(names)
         held = [(name, where, place.get(name)) for where, place in self._places for name in names]
         held = [entry for entry in held if entry[2] is not None]
         for name, where, value in held[1:]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_mlx.config import FIX
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.spellings.keys import FIX, Keys, bad, positive, shown
+from dflash_mlx.spellings.keys import Keys, bad, positive, shown
 
 # What each scaling needs. Those that change with the length (dynamic, longrope) would change keys already stored.
 _NEEDS = {

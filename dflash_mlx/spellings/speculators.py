@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.config import FIX, DraftConfig
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.spellings import rope, zlab
-from dflash_mlx.spellings.keys import FIX, Keys, shown
+from dflash_mlx.spellings.keys import Keys, shown
 from dflash_mlx.spellings.variants import V2
 
 _MARKS = ("speculators_model_type", "transformer_layer_config", "speculators_config")
@@ -62,7 +62,6 @@ def read(config: Mapping[str, Any]) -> DraftConfig:
         target_layer_ids=ids,
         num_target_layers=keys.integer("num_target_layers", default=max(ids) + 1),
         verifier=_verifier(made_by),
-        format="speculators",
     )
 
 

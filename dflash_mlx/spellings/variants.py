@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.spellings.keys import Keys, shown
+from dflash_mlx.spellings.unread import is_one_of
 
 V1, V2, SPECULATORS = "DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"
 
@@ -40,8 +41,8 @@ _NAMES = (
     (r"eagle", _EAGLE),
     (r"mtp|nextn", _MTP),
 )
-# Keys that mark a variant when they are set.
-_KEYS = {
+# Keys that mark a variant when they are set, to something else than what changes nothing.
+KEYS = {
     "markov_rank": _MARKOV,
     "sample_from_anchor": _DSPARK,
     "enable_confidence_head": _DSPARK,
@@ -61,6 +62,7 @@ _KEYS = {
     "dflash_heterogeneous_kv_projections": _EXTENDED,
     "enable_hidden_correction": _EXTENDED,
 }
+_NEUTRAL = {"attention_value_scale": (1,)}
 # Of which a DFlash draft without `architectures` has one at least.
 _CLAIMS = ("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids", "transformer_layer_config")
 # In names of tensors that the plain draft does not have.
@@ -99,8 +101,8 @@ def refuse(config: Mapping[str, Any]) -> None:
         what = _first(_NAMES, value.lower()) if isinstance(value, str) else None
         if what:
             raise refused(what, f"`{key}` is {value!r}")
-    for key, what in _KEYS.items():
-        if value := keys.find(key):
+    for key, what in KEYS.items():
+        if (value := keys.find(key)) and not is_one_of(value, _NEUTRAL.get(key, ())):
             raise refused(what, f"`{key}` is {shown(value)}")
     if keys.find("draft_ffn_type") not in (None, "dense"):
         raise refused(_EXPERTS, f"`draft_ffn_type` is {shown(keys.find('draft_ffn_type'))}")

@@ -10,9 +10,9 @@ from typing import Any
 
 from dflash_mlx.config import FULL, SLIDING, Convolution, DraftConfig, Selector
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.spellings import rope
+from dflash_mlx.spellings import rope, unread
 from dflash_mlx.spellings.keys import Keys, bad, positive, shown
-from dflash_mlx.spellings.variants import V1, V2
+from dflash_mlx.spellings.variants import KEYS, V1, V2
 
 LAYERS = 1000  # more than any draft has; keeps a damaged number from filling the memory
 _PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -26,7 +26,8 @@ def read(config: Mapping[str, Any]) -> DraftConfig:
         CheckpointError: a needed key is missing, two places disagree, or a value is impossible.
     """
     top = Keys(("at the top level", config))
-    keys = Keys(("in `dflash_config`", top.table("dflash_config")), ("at the top level", config))
+    nested = top.table("dflash_config")
+    keys = Keys(("in `dflash_config`", nested), ("at the top level", config))
     if keys.find("projector_type") not in _PROJECTORS:
         raise CheckpointError(
             f"This draft has a {shown(keys.find('projector_type'))} projector, which this version does not know and "
@@ -35,9 +36,9 @@ def read(config: Mapping[str, Any]) -> DraftConfig:
     theta, scaling = rope.read(config)
     layers = keys.integer("num_hidden_layers", high=LAYERS)
     ids = keys.integers("target_layer_ids")
-    slides, causal = keys.flag("use_swa", default=False), keys.flag("is_causal")
-    if causal is None:
-        causal = keys.flag("causal", default=False if slides else None)
+    slides = keys.flag("use_swa", default=False)
+    older = keys.flag("causal", default=False if slides else None)
+    causal = keys.flag("is_causal", default=older)
     return DraftConfig(
         **body(keys, layers),
         **layer_kinds(keys, layers, slides),
@@ -51,30 +52,37 @@ def read(config: Mapping[str, Any]) -> DraftConfig:
         mask_token_id=keys.integer("mask_token_id", low=0),
         target_layer_ids=ids,
         num_target_layers=keys.integer("num_target_layers", default=max(ids) + 1),
+        unread=unread.names(nested, keys.asked | KEYS.keys()),  # last: by now all has been looked up
     )
 
 
 def body(keys: Keys, layers: int) -> dict[str, Any]:
-    """The sizes and scales that both formats spell alike."""
+    """The sizes and scales that both formats spell alike.
+
+    Raises:
+        CheckpointError: one is missing or impossible, or there is a scale that this version does not know.
+    """
     heads, hidden, vocab = (keys.integer(key) for key in ("num_attention_heads", "hidden_size", "vocab_size"))
     activation = keys.find("hidden_act")
     if activation not in (None, "silu", "swish"):
         raise bad(f"`hidden_act` has to be 'silu', as in every DFlash draft, got {shown(activation)}")
     reduced = keys.integer("draft_vocab_size", default=vocab, high=vocab)
     cap = keys.find("final_logit_softcapping")
+    head_dim, bias = keys.integer("head_dim", default=hidden // heads), keys.flag("attention_bias", default=False)
+    unread.refuse(keys, head_dim=head_dim, attention_bias=bias)
     return {
         "hidden_size": hidden,
         "num_layers": layers,
         "intermediate_size": keys.integer("intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": keys.integer("num_key_value_heads", default=heads),
-        "head_dim": keys.integer("head_dim", default=hidden // heads),
+        "head_dim": head_dim,
         "vocab_size": vocab,
         "draft_vocab_size": reduced if reduced < vocab else None,
         "rms_norm_eps": keys.number("rms_norm_eps"),
         "rope_traditional": not keys.flag("rope_is_neox_style", "is_neox_style", default=True),
         "max_position_embeddings": keys.integer("max_position_embeddings", default=0, low=0),
-        "attention_bias": keys.flag("attention_bias", default=False),
+        "attention_bias": bias,
         "input_embedding_scale": keys.number("input_embedding_scale", default=1.0),
         "output_multiplier": keys.number("output_multiplier", default=1.0),
         # 0 means that there is none

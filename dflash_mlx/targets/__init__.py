@@ -56,6 +56,10 @@ class Target(Protocol):
         """[B, T] -> [B, T, H], scaled as the model scales."""
         ...
 
+    def block_rows(self, ids: mx.array) -> mx.array:
+        """[B, T] -> [B, T, H]: what a draft's block is made of; `embed`, but for families whose drafts want it raw."""
+        ...
+
     def head(self, normed: mx.array) -> mx.array:
         """[B, T, H] after a final norm -> [B, T, V]: the raw head, which the draft shares."""
         ...

@@ -68,6 +68,9 @@ class DenseTarget:
     def embed(self, ids: mx.array) -> mx.array:
         return self.embedding(ids)
 
+    def block_rows(self, ids: mx.array) -> mx.array:
+        return self.embed(ids)
+
     def head(self, normed: mx.array) -> mx.array:
         return self.embedding.as_linear(normed) if self.tied else getattr(self.text, self.names.head)(normed)
 

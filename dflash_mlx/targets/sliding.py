@@ -52,6 +52,10 @@ class MuseGlimmerTarget(DenseTarget):
     def embed(self, ids: mx.array) -> mx.array:
         return mx.fast.rms_norm(self.embedding(ids), None, self.inner.embed_eps)
 
+    def block_rows(self, ids: mx.array) -> mx.array:
+        """The table's rows without the norm: what the published draft was trained on (z-lab `dflash`)."""
+        return self.embedding(ids)
+
     def logits(self, hidden: mx.array) -> mx.array:
         args = self.text.args
         logits = super().logits(hidden) * args.output_multiplier
