@@ -21,11 +21,20 @@ from dflash_mlx.config import SLIDING, DraftConfig
 Rows = tuple[mx.array, mx.array]  # keys and values
 
 
-class FullLayer:
-    """Everything; the block is written behind the context and forgotten, so the context is not copied."""
+class _Layer:
+    """Rows in an mlx_lm `KVCache`, which grows in steps and is written in place."""
 
     def __init__(self) -> None:
         self._store = KVCache()
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        keys, values = self._store.keys, self._store.values
+        return [] if keys is None or values is None else [keys, values]
+
+
+class FullLayer(_Layer):
+    """Everything; the block is written behind the context and forgotten, so the context is not copied."""
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """[1, heads, S, D] each."""
@@ -66,22 +75,17 @@ class FullLayer:
     def rows(self) -> int:
         return self._store.offset
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        keys, values = self._store.keys, self._store.values
-        return [] if keys is None or values is None else [keys, values]
 
-
-class SlidingLayer:
+class SlidingLayer(_Layer):
     """The newest `limit` rows, oldest first.
 
     Older ones stay in the store for a while, unseen, so that it is not copied for every row.
     """
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
         self._spare = min(limit, KVCache.step)  # rows between two copies
-        self._store = KVCache()
         self._rows = 0
 
     def append(self, keys: mx.array, values: mx.array) -> None:
@@ -108,7 +112,7 @@ class SlidingLayer:
         self._rows -= count
 
     def snapshot(self) -> Rows | None:
-        """A copy: the store is written in place."""
+        """A copy; a view would have the next row copy the whole store."""
         held = self.held
         return held and (mx.contiguous(held[0]), mx.contiguous(held[1]))
 
@@ -137,11 +141,6 @@ class SlidingLayer:
     @property
     def rows(self) -> int:
         return self._rows
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        keys, values = self._store.keys, self._store.values
-        return [] if keys is None or values is None else [keys, values]
 
 
 @dataclass(frozen=True)
