@@ -8,64 +8,36 @@ and `converted`, which says from what, and by which version, it was made.
 
 from __future__ import annotations
 
-import json
-import shutil
+if __name__ == "__main__":  # before MLX is imported, so that --help answers at once
+    import sys
+
+    from dflash_mlx.convert_command import convert_main
+
+    sys.exit(convert_main())
+
+import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub as hub
 import mlx.core as mx
-import mlx_lm
 from mlx.utils import tree_flatten
 
-from dflash_mlx import __version__, preflight, spellings
+from dflash_mlx import preflight, spellings
+from dflash_mlx.convert_target import convert_target
 from dflash_mlx.draft.checkpoint import load_draft, read_config
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.draft.quantize import BITS, GROUP_SIZES, DraftOptions, check_choice, check_dtype
-from dflash_mlx.errors import CheckpointError
-from dflash_mlx.files import check_space, check_written, refuse_existing, save_weights, whole_folder
+from dflash_mlx.draft.quantize import DraftOptions, check_dtype
+from dflash_mlx.files import check_space, refuse_existing, save_weights, whole_folder
 from dflash_mlx.hub.cache import DRAFT, TARGET
 from dflash_mlx.hub.repository import Progress, Source, find, read_object
+from dflash_mlx.preflight_target import check_target
+from dflash_mlx.recipe import LEGAL, SLACK, Recipe, copy_beside, write_config
 from dflash_mlx.registry import DEMO, cached_repository
 
-TARGET_DTYPES = ("float32", "bfloat16", "float16")
-CONVERTED = "converted"  # key of config.json
-_SLACK = 64 << 20  # bytes for everything but the weights
 # What belongs to a draft beside config and weights. Code is not copied: nothing here runs it.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
-_LEGAL = ("README*", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What becomes of the weights: `bits` per packed weight in groups of `group_size` (None: none is packed), `dtype`
-    of all others (None: as stored).
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    bits: int | None = None
-    group_size: int = 64
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits is not None:
-            check_choice("bits", self.bits, BITS, "or None, which packs nothing")
-        check_choice("group_size", self.group_size, GROUP_SIZES)
-        if self.dtype is not None and self.dtype not in TARGET_DTYPES:
-            raise ValueError(f"`dtype` has to be one of {', '.join(TARGET_DTYPES)} or None; got {self.dtype!r}.")
-
-    def refuse_packed(self, config: Mapping[str, Any] | None, name: str) -> None:
-        """Raises CheckpointError if weights that `config` says are packed were to be packed again."""
-        if self.bits is not None and config:
-            how = f"{config['bits']} bits" if "bits" in config else config.get("quant_method", "by its config.json")
-            raise CheckpointError(
-                f"{name} is quantised already ({how}). Rounding rounded weights again loses more than rounding once. "
-                "Give the original, or leave `bits` out to copy this one as it is."
-            )
 
 
 def convert(
@@ -79,6 +51,10 @@ def convert(
     progress: Progress | None = None,
 ) -> Path:
     """Write a draft or a target as an MLX folder, quantised if `bits` is given.
+
+    mlx_lm's `convert` is another function: it takes targets only, says `q_bits`, `q_group_size` and `mlx_path`, and
+    does mixed recipes and uploads, which this one does not. What is not packed although `bits` is given, and a vision
+    or audio part that is left out, is said in a warning.
 
     Args:
         source: a folder or a Hugging Face repository; a draft of any format that `load` reads, or what mlx_lm loads.
@@ -94,7 +70,7 @@ def convert(
     Raises:
         FetchError, CheckpointError: the source cannot be had or read, or is quantised already and `bits` is given.
         FileExistsError: there is something at `output`.
-        OSError: the disk is full or cannot be written; nothing is left.
+        OSError: the disk is full, or `output` cannot be written; nothing is left.
         ValueError: an argument is out of range.
     """
     recipe, output = Recipe(bits, group_size, dtype), Path(output).expanduser()
@@ -103,6 +79,7 @@ def convert(
     if revision is not None and Path(source).expanduser().exists():
         raise ValueError(f"`revision` ({revision!r}) is of a repository, and {source} is here already. Leave it out.")
     refuse_existing(output)
+    _check_parent(output)
     tell = progress or (lambda message, share: None)
     tell(f"Looking for {source}", None)
     where = _checked(source, revision, recipe)
@@ -110,7 +87,7 @@ def convert(
     if where.kind is DRAFT:
         convert_draft(folder, output, recipe, tell, made_from=_origin(folder))
     else:
-        _convert_target(folder, output, recipe, tell, made_from=_origin(folder))
+        convert_target(folder, output, recipe, tell, made_from=_origin(folder))
     tell(f"Wrote {output}", 1.0)
     return output
 
@@ -123,11 +100,21 @@ def _checked(source: str, revision: str | None, recipe: Recipe) -> Source:
         recipe.refuse_packed(preflight.check_draft(where).quantization, source)
     else:
         where = find(source, TARGET, revision)
-        preflight.check_weights(where)
-        config = where.config()
+        config = check_target(where)
         recipe.refuse_packed(config.get("quantization") or config.get("quantization_config"), source)
     preflight.check_disk([where])
     return where
+
+
+def _check_parent(output: Path) -> None:
+    """Refuse, before anything is fetched, a place where no folder can be made. Raises OSError."""
+    there = next(parent for parent in output.absolute().parents if os.path.lexists(parent))
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is no folder, so {output} cannot be made in it. Give another place.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{there} cannot be written by you, so {output} cannot be made in it. Give a place in a folder of yours."
+        )
 
 
 def convert_draft(
@@ -136,17 +123,20 @@ def convert_draft(
     """Write the draft in a folder as `load_draft` with the same options has it, bit for bit.
 
     Args:
-        made_from: goes into `converted` of its config.json.
+        made_from: goes into `converted` of its config.json; its `source` names the draft in what is said.
     Raises:
         CheckpointError, FileExistsError, OSError, ValueError: as `convert`.
     """
     check_dtype("dtype", recipe.dtype)
-    recipe.refuse_packed(read_config(folder).quantization, folder.name)
-    tell(f"Reading {folder.name}", None)
-    draft = load_draft(folder, options=DraftOptions(recipe.bits, recipe.group_size, recipe.dtype))
+    name = str((made_from or {}).get("source", folder.name))
+    recipe.refuse_packed(read_config(folder).quantization, name)
+    tell(f"Reading {name}", None)
+    draft = load_draft(folder, name=name, options=DraftOptions(recipe.bits, recipe.group_size, recipe.dtype))
+    for note in draft.notes if recipe.bits is not None else ():
+        warnings.warn(note, stacklevel=3)
     weights: dict[str, mx.array] = dict(tree_flatten(draft.parameters())) | _tables(draft)
     size = sum(value.nbytes for value in weights.values())
-    check_space(output, size + _SLACK)
+    check_space(output, size + SLACK)
     tell(f"Writing {output} ({size / 1e9:.2f} GB)", None)
     with whole_folder(output) as scratch:
         save_weights(scratch / "model.safetensors", weights)
@@ -156,37 +146,8 @@ def convert_draft(
         for key in ("dtype", "torch_dtype"):
             if key in config:
                 config[key] = str(draft.dtype).removeprefix("mlx.core.")
-        _write_config(scratch, config, recipe, made_from)
-        _copy(folder, scratch, (*_BESIDE, *_LEGAL))
-
-
-def _convert_target(
-    folder: Path, output: Path, recipe: Recipe, tell: Progress, *, made_from: Mapping[str, Any]
-) -> None:
-    """Through mlx_lm, which packs embeddings and heads too; it prints what it does."""
-    size = _target_size(folder, recipe)
-    check_space(output, size + _SLACK)
-    tell(f"Converting {made_from['source']} with mlx_lm (about {size / 1e9:.2f} GB)", None)
-    with whole_folder(output) as scratch:
-        scratch.rmdir()  # mlx_lm wants to make it
-        try:
-            mlx_lm.convert(
-                str(folder),
-                str(scratch),
-                quantize=recipe.bits is not None,
-                q_group_size=recipe.group_size,
-                q_bits=recipe.bits,
-                dtype=recipe.dtype,
-            )
-        except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-            if "write" in str(error):
-                raise OSError(f"Writing {output} failed ({error}). Is the disk full? Nothing is left there.") from error
-            raise CheckpointError(f"{made_from['source']} could not be converted by mlx_lm: {error}") from error
-        for file in scratch.glob("*.safetensors"):
-            check_written(file)
-        _write_config(scratch, read_object(scratch / "config.json"), recipe, made_from)
-        _copy(folder, scratch, _LEGAL)
-        _name_base(scratch / "README.md", cached_repository(str(folder)), recipe)
+        write_config(scratch, config, recipe, made_from)
+        copy_beside(folder, scratch, (*_BESIDE, *LEGAL))
 
 
 def _tables(draft: DraftModel) -> dict[str, mx.array]:
@@ -203,48 +164,9 @@ def _tables(draft: DraftModel) -> dict[str, mx.array]:
     return {"d2t": (ids - index).astype(mx.int64), "t2d": kept}
 
 
-def _target_size(folder: Path, recipe: Recipe) -> int:
-    """Bytes of the converted weights, from the heads of the files."""
-    arrays: list[mx.array] = []
-    try:
-        for path in folder.glob("model*.safetensors"):
-            arrays += dict(mx.load(str(path))).values()  # type: ignore[arg-type]  # lazy: nothing is read
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"A file in {folder} is damaged or incomplete ({error}). Download it again.") from error
-    if recipe.bits is None and recipe.dtype is None:
-        return sum(array.nbytes for array in arrays)
-    item = 4 if recipe.dtype == "float32" else 2
-    each = item if recipe.bits is None else recipe.bits / 8 + 2 * item / recipe.group_size  # a scale and a bias a group
-    return round(sum(array.size for array in arrays) * each)
-
-
 def _origin(folder: Path) -> dict[str, Any]:
     """A repository and its commit; of another folder only the name."""
     repository = cached_repository(str(folder))
     if repository is None:
         return {"source": folder.resolve().name}
     return {"source": repository, "revision": folder.name}
-
-
-def _write_config(folder: Path, config: dict[str, Any], recipe: Recipe, made_from: Mapping[str, Any] | None) -> None:
-    packed = {} if recipe.bits is None else {"bits": recipe.bits, "group_size": recipe.group_size}
-    config[CONVERTED] = {"by": f"dflash-metal {__version__}", **(made_from or {}), **packed}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-def _copy(folder: Path, output: Path, patterns: tuple[str, ...]) -> None:
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        if path.is_file():
-            shutil.copyfile(path, output / path.name)  # what a link leads to, under the mode of a new file
-
-
-def _name_base(path: Path, repository: str | None, recipe: Recipe) -> None:
-    """Say in a target's model card what it was made of: `draft="auto"` finds the draft by that."""
-    if repository is None:
-        return
-    try:
-        data = hub.metadata_load(path) or {}
-    except Exception:  # free text: yaml raises a dozen kinds, and a broken card stays as it is
-        return
-    relation = {"base_model_relation": "quantized"} if recipe.bits is not None else {}
-    hub.metadata_save(path, data | {"base_model": repository, "library_name": "mlx"} | relation)

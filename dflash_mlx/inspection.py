@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_mlx import preflight, registry, spellings
+from dflash_mlx import demo, preflight, registry, spellings, tokens
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, UnsupportedTarget
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Source, find
-from dflash_mlx.resolve import resolve
+from dflash_mlx.preflight_target import check_target, demo_config, exists, model_files
+from dflash_mlx.resolve import Resolution, resolve
 from dflash_mlx.targets import supported
 
 _FORMATS = {"dflash": "DFlash", "dflash2": "DFlash 2"}
-_SEE_PAGE = "see its page"
 _T = TypeVar("_T")
 
 
@@ -27,8 +28,9 @@ def listed() -> list[dict[str, Any]]:
             revision=row.revision,
             format=_FORMATS[row.format],
             block=row.block,
-            runs=_row_runs(row),
-            licence=_licence(row),
+            runs=_row_runs(row)[0],
+            runs_reason=_row_runs(row)[1],
+            licence=row.licence,
             notes=list(row.notes),
             remark=row.remark,
             tested=row.tested,
@@ -37,70 +39,112 @@ def listed() -> list[dict[str, Any]]:
     ]
 
 
-def runs(files: Sequence[str]) -> str:
-    """Whether models of one of these mlx_lm files are served: by an adapter, perhaps by the generic one, or not."""
+Runs = tuple[bool | None, str | None]
+
+
+def runs(files: Sequence[str]) -> Runs:
+    """Whether models of one of these mlx_lm files are served, None where that is found out at loading; and why."""
     if set(files) & set(supported()):
-        return "yes"
-    if not any(preflight.exists(file) for file in files):
-        return f"no: mlx_lm has no {' or '.join(files) or 'model type'}"
-    return "if it passes the check at loading"
+        return True, None
+    if not any(exists(file) for file in files):
+        return False, f"mlx_lm has no {' or '.join(files) or 'model type'}"
+    return None, "if it passes the check at loading"
 
 
-def inspect(name: str, revision: str | None, draft: str, draft_revision: str | None) -> dict[str, Any]:
+def inspect(name: str, revision: str | None, draft: str | None, draft_revision: str | None) -> dict[str, Any]:
     """Which draft a target gets and why, what is known of both, and what `load` would refuse (None: nothing).
 
+    Args:
+        draft: "auto", a folder or repository, or None for none.
     Raises:
-        ValueError: a revision of what has none.
+        ValueError: an argument is no name, or a revision of what has none.
     """
-    problems: list[str] = []
+    problems: list[DFlashError] = []
 
     def tried(ask: Callable[[], _T]) -> _T | None:
         try:
             return ask()
         except DFlashError as error:
-            problems.append(str(error))
+            problems.append(error)
             return None
 
-    is_demo = name == registry.DEMO
-    unread = Source(name, TARGET, revision)
-    target = unread if is_demo else tried(lambda: find(name, TARGET, revision)) or unread
-    known = target.folder is not None or target.listing is not None
-    resolution = resolve(target, draft, draft_revision)
+    name = preflight.model_name("target", name)
+    target = tried(lambda: _target(name, revision)) or Source(name, TARGET, revision)
+    config: dict[str, Any] = {}
+    if name == registry.DEMO or target.folder is not None or target.listing is not None:
+        config = _config(target)
+        tried(lambda: check_target(target))
+    is_draft = spellings.is_draft(config)
+    resolution = _resolution(target, draft, draft_revision, is_draft)
     source = tried(lambda: preflight.draft_source(resolution))
-    config = (tried(target.config) if known else None) or {}
-    draft_config = tried(lambda: DraftConfig.from_dict(source.config())) if source else None
-    if known and not problems:
-        tried(lambda: preflight.check(target, source))
+    if source is not None and not config:
+        tried(lambda: preflight.check_draft(source))
+    elif config and not is_draft:
+        tried(lambda: preflight.check_draft_of(config, target, source))
+        if target.folder is not None:
+            tried(lambda: tokens.ids_in(target.folder or Path()))
     row = registry.row_of(resolution.draft) if resolution.draft else None
+    served, why = (None, None) if is_draft else _target_runs(name, config, row)
+    refused = next((each for each in problems if isinstance(each, UnsupportedTarget)), next(iter(problems), None))
     return dict(
         target=dict(
             name=name,
-            runs=None if spellings.is_draft(config) else _target_runs(config, row),
-            config=_target_facts(config),
-            **_place(target, "fetched and converted when it is first loaded" if is_demo else "not read"),
+            runs=served,
+            runs_reason=why,
+            config=_draft_facts(config) if is_draft else _target_facts(config),
+            **_place(target, "fetched and converted when it is first loaded" if name == registry.DEMO else "not read"),
         ),
         draft=dict(
             name=resolution.draft,
             revision=resolution.revision,
             reason=resolution.reason,
             notes=list(resolution.notes),
-            licence=_licence(row) if resolution.draft else None,
-            config=_draft_facts(draft_config) if draft_config else _listed_facts(row),
+            licence=row.licence if row else None,
+            config=(_draft_facts(_config(source)) if source else {}) or _listed_facts(row),
             **(_place(source, "not read") if source else dict(where="not read", to_fetch_bytes=None)),
         ),
-        refused=problems[0] if problems else None,
+        refused=str(refused) if refused else None,
     )
 
 
-def _target_runs(config: Mapping[str, Any], row: registry.Row | None) -> str | None:
-    """By its config.json, else by the registry's row of its draft; None if neither is known."""
+def _target(name: str, revision: str | None) -> Source:
+    if name != registry.DEMO:
+        return find(name, TARGET, revision)
+    if revision is not None:
+        raise ValueError("`revision` is not honoured for the demo target. Leave it out.")
+    return Source(name, TARGET, folder=demo.converted_folder())
+
+
+def _config(source: Source) -> dict[str, Any]:
+    """What its config.json says, as far as it can be had; that it cannot is said by the checks."""
+    try:
+        return demo_config() if source.name == registry.DEMO and source.folder is None else source.config()
+    except DFlashError:
+        return {}
+
+
+def _resolution(target: Source, draft: str | None, revision: str | None, is_draft: bool) -> Resolution:
+    if draft is None:
+        if revision is not None:
+            raise ValueError("`draft_revision` is not honoured without a draft. Leave it out.")
+        return Resolution(None, "no draft was asked for")
+    if is_draft:
+        return Resolution(None, f"{target.name} is a draft itself")
+    return resolve(target, preflight.model_name("draft", draft), revision)
+
+
+def _target_runs(name: str, config: Mapping[str, Any], row: registry.Row | None) -> Runs:
+    """By the registry if it says no, else by config.json, else by the registry's row of its draft."""
+    own = registry.draft_for(name)
+    if own is not None and own.refused:
+        return False, own.refused
     if config:
-        return runs(preflight.model_files(config))
-    return _row_runs(row) if row else None
+        return runs(model_files(config))
+    return _row_runs(row) if row else (None, None)
 
 
-def _row_runs(row: registry.Row) -> str:
-    return f"no: {row.refused}" if row.refused else runs([row.family])
+def _row_runs(row: registry.Row) -> Runs:
+    return (False, row.refused) if row.refused else runs([row.family])
 
 
 def _place(source: Source, otherwise: str) -> dict[str, Any]:
@@ -120,20 +164,22 @@ def _target_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _draft_facts(config: DraftConfig) -> dict[str, Any]:
-    return dict(
-        format="DFlash 2" if config.selector else "DFlash",
-        block=config.block_size,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        taps=list(config.target_layer_ids),
+def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a draft's config.json; nothing if it cannot be read."""
+    try:
+        draft = DraftConfig.from_dict(config)
+    except DFlashError:
+        return {}
+    facts = dict(
+        format="DFlash 2" if draft.selector else "DFlash",
+        block=draft.block_size,
+        layers=draft.num_layers,
+        hidden=draft.hidden_size,
+        taps=list(draft.target_layer_ids),
     )
+    return facts | ({"made_for": draft.verifier} if draft.verifier else {})
 
 
 def _listed_facts(row: registry.Row | None) -> dict[str, Any]:
     """What the registry says where the config cannot be read."""
-    return dict(format=_FORMATS[row.format], block=row.block or "unknown") if row else {}
-
-
-def _licence(row: registry.Row | None) -> str:
-    return (row.licence if row else None) or _SEE_PAGE
+    return dict(format=_FORMATS[row.format], block=row.block) if row else {}

@@ -7,7 +7,7 @@ belong to the thread that called it.
 
 from __future__ import annotations
 
-import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from dflash_mlx import cpu, demo, preflight, threads
 from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
-from dflash_mlx.errors import CheckpointError
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Progress, Source, find
+from dflash_mlx.load_target import load_target, load_tokenizer
+from dflash_mlx.preflight_target import check_target
 from dflash_mlx.registry import DEMO
 from dflash_mlx.resolve import Resolution, resolve
 from dflash_mlx.targets import target_for
@@ -35,7 +36,7 @@ _DEMO_CPU_BLOCK = 4  # against 6: bench/LOG.md
 
 
 def load(
-    path_or_hf_repo: str,
+    path_or_hf_repo: str | os.PathLike[str],
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
@@ -44,7 +45,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     *,
-    draft: str | None = _NOT_GIVEN,
+    draft: str | os.PathLike[str] | None = _NOT_GIVEN,
     draft_revision: str | None = None,
     draft_bits: int | None = None,
     draft_group_size: int = 64,
@@ -83,16 +84,18 @@ def load(
     """
     if trust_remote_code or (tokenizer_config or {}).get("trust_remote_code"):
         raise ValueError("`trust_remote_code` is not honoured: dflash_mlx never runs code from a model repository.")
-    is_demo = path_or_hf_repo == DEMO
+    name = preflight.model_name("path_or_hf_repo", path_or_hf_repo)
+    is_demo = name == DEMO
     _refuse_unused(
         {"revision": revision, "model_config": model_config} if is_demo else {"gguf": gguf, "cache_dir": cache_dir},
         "the demo target" if is_demo else "any model but 'demo'",
     )
     returns_draft = draft is not _NOT_GIVEN
-    wanted = draft if returns_draft else None
+    wanted = preflight.model_name("draft", draft) if returns_draft and draft is not None else None
+    for_draft = {"draft_revision": draft_revision, "draft_bits": draft_bits}
+    for_draft |= {"draft_dtype": draft_dtype, "draft_window": draft_window}
     if wanted is None:
-        given = {"draft_revision": draft_revision, "draft_bits": draft_bits, "draft_dtype": draft_dtype}
-        _refuse_unused(given | {"draft_window": draft_window}, "a load without a draft")
+        _refuse_unused(for_draft, "a load without a draft")
     options = DraftOptions(draft_bits, draft_group_size, draft_dtype, draft_window)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` has to be one of {', '.join(DTYPES)}, got {dtype!r}.")
@@ -103,27 +106,31 @@ def load(
     tell = progress or (lambda message, share: None)
     threads.leave_cleanly()
     _prepare_cpu(blas)
-    tell(f"Loading {path_or_hf_repo}", None)
+    tell(f"Loading {name}", None)
+    if wanted is not None:
+        preflight.refuse_by_name(name)
+    target = Source(DEMO, TARGET) if is_demo else find(name, TARGET, revision)
+    sizes = check_target(target, model_config)
+    resolution = resolve(target, wanted, draft_revision) if wanted is not None else None
+    source = _draft_source(resolution, target.name, tell, for_draft) if resolution else None
+    preflight.check_draft_of(sizes, target, source)
     if is_demo:
         folder = demo.target_folder(gguf=_path(gguf), cache_dir=_path(cache_dir), progress=progress)
-        target = Source(DEMO, TARGET, folder=folder)
     else:
-        target = find(path_or_hf_repo, TARGET, revision)
-    resolution = resolve(target, wanted, draft_revision) if wanted is not None else None
-    source = _draft_source(resolution, target.name, tell) if resolution else None
-    preflight.check(target, source)
-    folder = target.fetch(tell)
+        folder = target.fetch(tell)
     draft_folder = source.fetch(tell) if source else None
-    model, config = _load_target(folder, path_or_hf_repo, dtype, model_config, lazy)
+    tokenizer = load_tokenizer(folder, name, tokenizer_config, model_config)  # fails faster than the weights load
+    if draft_folder is not None and source is not None:
+        preflight.check_tokens(draft_folder, source.name, tokenizer.get_vocab(), name)
+    model, config = load_target(folder, name, dtype, model_config, lazy)
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
         model.eval()
-    ends = config["eos_token_id"] if "eos_token_id" in (model_config or {}) else _end_tokens(folder)
-    tokenizer = mlx_lm_utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
     loaded = None
     if resolution is not None and draft_folder is not None:
         tell(f"Loading the draft {resolution.draft}", None)
-        loaded = _load_draft(draft_folder, resolution, options, model, tokenizer, target.name)
+        with preflight.named(str(resolution.draft)):
+            loaded = _load_draft(draft_folder, resolution, options, model, tokenizer, target.name)
         if adapter_path is not None:
             loaded.notes += ("an adapter changes the target and the draft does not know it: acceptance may be lower",)
     return (model, tokenizer, *((loaded,) if returns_draft else ()), *((config,) if return_config else ()))
@@ -135,12 +142,14 @@ def _refuse_unused(arguments: dict[str, Any], where: str) -> None:
             raise ValueError(f"`{argument}` is not honoured for {where}. Leave it out.")
 
 
-def _draft_source(resolution: Resolution, target_name: str, tell: Progress) -> Source | None:
-    """Where the draft is, said aloud; None with a warning if there is none."""
+def _draft_source(resolution: Resolution, target_name: str, tell: Progress, for_draft: dict[str, Any]) -> Source | None:
+    """Where the draft is, said aloud; None with a warning if there is none, and about options that were for it."""
     if resolution.draft is None:
+        unused = ", ".join(f"`{argument}`" for argument, value in for_draft.items() if value is not None)
         warnings.warn(
             f"No DFlash draft is known for {target_name}, so decoding will be plain ({resolution.reason}). Pass "
-            "draft=<folder or repository> if you have one.",
+            "draft=<folder or repository> if you have one."
+            + (f" Not applied, because they are for a draft: {unused}." if unused else ""),
             stacklevel=3,
         )
         return None
@@ -162,51 +171,6 @@ def _path(value: str | Path | None) -> Path | None:
     return None if value is None else Path(value).expanduser()
 
 
-def _load_target(
-    folder: Path, name: str, dtype: str | None, model_config: dict[str, Any] | None, lazy: bool
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and its config, in `dtype`."""
-    if name == DEMO:
-        return demo.load_target(folder, dtype or demo.best_dtype())
-    try:
-        model, config = mlx_lm_utils.load_model(folder, lazy, model_config=model_config)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} is not a complete model folder ({error}). It needs config.json and model*.safetensors; "
-            "download it again or convert it with mlx_lm.convert."
-        ) from error
-    except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{name} could not be loaded by mlx_lm: {error}") from error
-    if dtype is not None:
-        model.set_dtype(getattr(mx, dtype))
-        mx.eval(model.parameters())
-    threads.compute_constants(model)
-    return model, config
-
-
-def _end_tokens(folder: Path) -> list[int] | None:
-    """End-token ids of config.json (its text_config too) and generation_config.json together, each an int or a list.
-
-    mlx_lm lets generation_config.json replace config.json's, and takes its id 0 for none. The tokenizer's own comes on
-    top of these.
-    """
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        content = _json(folder / name)
-        for ids in (content.get("eos_token_id"), (content.get("text_config") or {}).get("eos_token_id")):
-            found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return sorted(found) or None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file that need not be there; mlx_lm says what is wrong with one that has to."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _load_draft(
     folder: Path,
     resolution: Resolution,
@@ -221,8 +185,7 @@ def _load_draft(
     draft = load_draft(folder, name=name, dtype=dtype if on_cpu else None, packed=not on_cpu, options=options)
     if name == DEMO and on_cpu:
         draft.block_size = min(_DEMO_CPU_BLOCK, draft.config.block_size)
-    vocabulary = tokenizer.get_vocab()
-    check_pair(draft, target, target_name, differing=preflight.differing_tokens(folder, vocabulary))
+    check_pair(draft, target, target_name)
     draft.notes = (*draft.notes, *resolution.notes)
-    draft.known_tokens = 1 + max(vocabulary.values())
+    draft.known_tokens = 1 + max(tokenizer.get_vocab().values())
     return draft

@@ -190,6 +190,8 @@ def plan(
             "dflash_mlx.load(..., draft=...); an ordinary language model as draft is what mlx_lm's own "
             "stream_generate takes."
         )
+    if options.strict and draft is None:
+        raise ValueError("`strict` is about a draft, and there is no `draft_model`. Pass one, or leave `strict` out.")
     target = target_for(model)
     if draft is not None:
         check_pair(draft, target, target.spec.model_type)

@@ -61,14 +61,18 @@ def resolve(target: Source, draft: str = AUTO, revision: str | None = None) -> R
     if draft == AUTO and target.name == registry.DEMO:
         return Resolution(registry.DEMO, "it is the demo's own", revision)
     if draft != AUTO:
-        row = registry.row_of(draft)
-        return Resolution(draft, "it was asked for", revision, row.notes if row else (), asked=True)
-    beside = _beside(target)
-    if beside is not None:
-        return Resolution(str(beside), f"it lies beside the target, in {beside}", revision)
+        row, own = registry.row_of(draft), _row(target)
+        notes, refused = row.notes if row else (), own.refused if own else None
+        return Resolution(draft, "it was asked for", revision, notes, asked=True, refused=refused)
+    if beside := _beside(target):
+        first, *others = beside
+        also = f" (others are there: {', '.join(path.name for path in others)})" if others else ""
+        return Resolution(str(first), f"it lies beside the target, in {first}{also}", revision)
     row = _row(target)
     if row is not None:
         return _of(row, f"the registry lists it for {row.targets[0]}", revision)
+    if target.folder is None and target.listing is None:
+        return Resolution(None, f"the registry has none for {target.name}, and its model card cannot be had")
     return _by_cards(target, revision)
 
 
@@ -84,10 +88,10 @@ def _row(target: Source) -> registry.Row | None:
     return found
 
 
-def _beside(target: Source) -> Path | None:
-    """A draft's folder inside the target's folder, or next to it under the target's name."""
+def _beside(target: Source) -> list[Path]:
+    """Drafts' folders, the one to take first: inside the target's folder, then next to it by name in its order."""
     if not target.given or target.folder is None:
-        return None
+        return []
     folder = target.folder.resolve()
     inside = [folder / name for name in _SUBFOLDERS]
     try:
@@ -95,7 +99,7 @@ def _beside(target: Source) -> Path | None:
     except OSError:
         siblings = []
     named = [path for path in siblings if (found := _SIBLING.match(path.name)) and is_copy(folder.name, found[1])]
-    return next((path for path in [*inside, *named] if _holds_draft(path)), None)
+    return [path for path in [*inside, *named] if _holds_draft(path)]
 
 
 def _holds_draft(folder: Path) -> bool:
@@ -143,7 +147,9 @@ def _card(target: Source, base: str | None, problems: list[str]) -> Card:
         return card
     except Unreachable:
         problems.append(f"the model card of {base or target.name} could not be asked for: {_NO_NETWORK}")
-    except (FetchError, CheckpointError) as error:
+    except CheckpointError:
+        pass  # of the target's own config: what is wrong with it is said where the target is checked
+    except FetchError as error:
         problems.append(f"the model card of {base or target.name} could not be read: {error}")
     return Card()
 

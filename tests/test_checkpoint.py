@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.draft.checkpoint import check_pair, check_shapes, expected_shapes, load_draft, read_config
+from dflash_mlx.draft.checkpoint import check_pair, check_shapes, check_tokens, expected_shapes, load_draft, read_config
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
@@ -221,6 +221,11 @@ SPOILED = {
     "unknown": (V1, add("layers.0.gate.weight", 3), r"1 unknown: layers\.0\.gate\.weight"),
     "shape": (V1, add("norm.weight", 65), r"norm\.weight in .* has shape \[65\].* needs \[64\].*download both again"),
     "scales": (V1, add("fc.scales", 64, 2), r"has no `quantization`.*Add the entry"),
+    "scales of a norm": (
+        v1_config(quantization={"group_size": 32, "bits": 4}),
+        add("norm.scales", 1),
+        r"1 unknown: norm\.scales",
+    ),
     "codebook": (
         V2,
         drop("candidate_selector.successor_codebook"),
@@ -524,7 +529,7 @@ def test_a_mask_beyond_the_targets_rows_is_fine_in_an_embedding_of_its_own(tmp_p
 
 def test_another_tokenizer_is_refused_by_example() -> None:
     with pytest.raises(IncompatiblePair, match=r"2 tokens have other ids there, for example 'ab' \(id 7"):
-        check_pair(tiny_draft(), target_for(tiny("llama")), "tiny", differing={"ab": 7, "c": 8})
+        check_tokens(tiny_draft().config, "tiny-draft", {"ab": 7, "c": 8}, "tiny")
 
 
 def test_a_draft_that_does_not_state_the_layer_count_fits_a_deeper_target() -> None:

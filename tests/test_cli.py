@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx import stream_generate
+from dflash_mlx import load, stream_generate
 from dflash_mlx.__main__ import main
 from dflash_mlx.accept import Matching
 from dflash_mlx.cli import INTERRUPTED, generate_main, printable
 from dflash_mlx.divergence import Divergence
+from dflash_mlx.errors import DraftFault
 from dflash_mlx.proposal import Verdict
 from tests.folders import draft_folder, target_folder
 
@@ -162,6 +163,11 @@ def test_a_seed_repeats_the_text(models: list[str], capsys) -> None:
         (["--draft", "./nope"], "does not exist"),
         (["--raw", "--system-prompt", "x"], "needs a chat template"),
         (["--draft", "none", "--mode", "dflash"], "no `draft_model` was given"),
+        (["--draft", "none", "--strict", "--model", "./nope"], "`--strict` forbids"),
+        (["--mode", "plain", "--strict", "--model", "./nope"], "and --mode plain asks for that"),
+        (["--block-size", "1", "--strict", "--model", "./nope"], "and --block-size 1 asks for that"),
+        (["--draft-bits", "4", "--draft-group-size", "128"], "Groups of 128 weights fit no matrix"),
+        (["--model", "./nope", "--json"], "does not exist"),
         (["--check", "--temp", "1", "--seed", "5", "--model", "./nope"], "`--check` compares tokens"),
         (["--check", "--temp", "1", "--rule", "match", "--model", "./nope"], "`--check` compares tokens"),
     ],
@@ -173,13 +179,75 @@ def test_an_explained_error_is_one_message_and_status_1(models, extra, message, 
     assert [line for line in err.splitlines() if line.startswith("Error: ") and message in line]
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> list[str]:
+    """A target for which no draft is known."""
+    return ["--model", str(target_folder(tmp_path / "alone")), "--blas", "off", "--prompt", "hello"]
+
+
+def test_why_there_is_no_draft_is_told_once(alone: list[str], capsys) -> None:
+    """A raw warning shows a line of source, and whoever reads the JSON never sees it."""
+    assert generate_main([*alone, "--max-tokens", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["mode"] == "plain" and result["notes"][0].startswith("No DFlash draft is known for ")
+    assert generate_main([*alone, "--max-tokens", "3"]) == 0
+    for said in (err, capsys.readouterr().err):
+        assert said.count("No DFlash draft is known for ") == 1 == said.count(f"note: {result['notes'][0]}\n")
+        assert "Warning" not in said and ".py" not in said
+
+
+def test_strict_without_a_draft_is_an_error_that_says_why(alone: list[str], capsys) -> None:
+    """`--strict` forbids plain decoding; without a draft there was nothing else, and the status was 0."""
+    assert generate_main([*alone, "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "note: No DFlash draft is known" in err
+    assert "Error: `--strict` forbids to decode plainly instead of with a draft, and there is none for " in err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_error_in_mid_text_begins_a_line_of_its_own(models, as_json: bool, capsys, monkeypatch) -> None:
+    """As `--strict` raises it; with --json stdout stays empty, so that nothing is taken for the object."""
+
+    def broken(*args, **kwargs):
+        responses = stream_generate(*args, **kwargs)
+        for _ in range(6):
+            yield next(responses)
+        raise DraftFault("The draft returned NaN.")
+
+    monkeypatch.setattr("dflash_mlx.generate_command.stream_generate", broken)
+    command = [*models, "--prompt", "hello", "--strict", *(["--json"] if as_json else [])]
+    assert generate_main(command) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith("\nError: The draft returned NaN.\n")
+    assert out == "" if as_json else len(out) > 1 and out.endswith("\n")
+
+
+def test_the_group_size_of_the_draft_reaches_its_weights(models, capsys, monkeypatch) -> None:
+    seen = []
+
+    def loaded(*args, **kwargs):
+        seen.append(load(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr("dflash_mlx.generate_command.load", loaded)
+    command = [*models, "--prompt", "hello", "--max-tokens", "3", "--draft-bits", "4"]
+    assert generate_main([*command, "--draft-group-size", "32"]) == generate_main(command) == 0
+    assert [draft.layers[0].mlp.up_proj.group_size for _, _, draft in seen] == [32, 64]
+
+
 def test_wrong_usage_is_status_2(models: list[str], capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    for argv in (["--max-tokens", "many"], ["--mode", "warp"], models):
+    draft = (["--draft-bits", "3"], ["--draft-bits", "4", "--draft-group-size", "48"], ["--draft-group-size", "32"])
+    window = (["--draft-window", "0"], ["--draft-window", "wide"])
+    for argv in (["--max-tokens", "many"], ["--mode", "warp"], *draft, *window, models):
         with pytest.raises(SystemExit) as end:
             generate_main(argv)
         assert end.value.code == 2
-    assert "no prompt" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "no prompt" in err and "--draft-window: has to be an integer of 1 or more, got '0'" in err
+    assert "pass --draft-bits too" in err and "--draft-bits: invalid choice: 3" in err
+    assert "--draft-group-size: invalid choice: 48" in err
 
 
 def test_an_interrupt_keeps_the_text_so_far(models: list[str], capsys, monkeypatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +32,8 @@ from tests import checkpoints
 from tests.families import VOCAB, prompt_of, reference
 from tests.folders import target_folder
 
+CONVERT = importlib.import_module("dflash_mlx.convert")  # as an attribute of the package it is the function
+CONVERT_TARGET = importlib.import_module("dflash_mlx.convert_target")
 KEPT = [3 * i % VOCAB for i in range(64)]  # not in the order of the ids
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "v1": checkpoints.v1,
@@ -205,7 +209,7 @@ def test_what_appears_at_the_output_meanwhile_is_not_touched_either(tmp_path: Pa
         save(path, weights)
         output.mkdir()
 
-    monkeypatch.setattr("dflash_mlx.convert.save_weights", slowly)
+    monkeypatch.setattr(CONVERT, "save_weights", slowly)
     with pytest.raises(FileExistsError, match="out exists already"):
         convert(str(folder), output)
     assert sorted(os.listdir(tmp_path)) == ["out", "v1"] and not os.listdir(output)
@@ -229,7 +233,8 @@ def test_whatever_goes_wrong_leaves_nothing(error: BaseException, kind: str, whe
         if where == "weights":
             patch.setattr(mx, "save_safetensors", fail)
         elif where == "config":
-            patch.setattr("dflash_mlx.convert._write_config", fail)
+            for module in (CONVERT, CONVERT_TARGET):
+                patch.setattr(module, "write_config", fail)
         else:
             patch.setattr(shutil, "copyfile", fail)
         with pytest.raises((KeyboardInterrupt, OSError, RuntimeError)) as caught:
@@ -306,10 +311,19 @@ def test_a_repository_in_the_hubs_cache_is_converted_without_a_network(tmp_path:
     narrowed(checkpoints.v1(repository / "snapshots" / commit))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
+    told: list[str] = []
     for revision in (None, commit):
-        output = convert("z-lab/Tiny-DFlash", tmp_path / f"out-{revision}", bits=4, group_size=32, revision=revision)
+        output = convert(
+            "z-lab/Tiny-DFlash",
+            tmp_path / f"out-{revision}",
+            bits=4,
+            group_size=32,
+            revision=revision,
+            progress=lambda message, share: told.append(message),
+        )
         assert config_of(output)["converted"]["revision"] == commit
         assert load_draft(output).config.quantization == {"group_size": 32, "bits": 4}
+    assert "Reading z-lab/Tiny-DFlash" in told and not [text for text in told if text.startswith(f"Reading {commit}")]
 
 
 def test_progress_names_the_steps(tmp_path: Path) -> None:
@@ -346,12 +360,115 @@ def test_a_target_is_converted_as_mlx_lm_does_it(bits: int | None, dtype: str | 
     assert tokenizer.encode("hi") == load(str(folder), blas="off")[1].encode("hi")
 
 
-def test_a_model_that_mlx_lm_does_not_know_is_one_clear_error(tmp_path: Path) -> None:
-    folder = target_folder(tmp_path / "tiny")
-    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"model_type": "unheard_of"}))
-    with pytest.raises(CheckpointError, match=r"tiny could not be converted by mlx_lm: .*unheard_of"):
+def without(part: str) -> Callable[[Path], None]:
+    """The weights without the tensors that have `part` in their names."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+        mx.eval(weights)
+        mx.save_safetensors(str(path), {key: value for key, value in weights.items() if part not in key})
+
+    return change
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = {key: value for key, value in (config_of(folder) | changes).items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unheard-of": (configured(model_type="unheard_of"), r"it has no model of the type 'unheard_of'\. Update mlx_lm"),
+    "no model_type": (configured(model_type=None), "`model_type`"),
+    "tensors missing": (without("mlp"), r"layers\.0\.mlp\.down_proj\.weight and 11 more.*[Dd]ownload it again"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no .*model.*safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_target_that_mlx_lm_cannot_read_is_one_line_with_a_next_step(case: str, tmp_path: Path) -> None:
+    """mlx_lm says `'model_type'`, or a page of parameters."""
+    folder, (change, message) = target_folder(tmp_path / "tiny"), BROKEN[case]
+    change(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
         convert(str(folder), tmp_path / "out")
+    assert "tiny" in str(caught.value) and "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["tiny"]
+
+
+def test_a_model_of_unknown_kind_is_refused_before_its_weights_are_read(tmp_path: Path, monkeypatch) -> None:
+    folder = target_folder(tmp_path / "tiny")
+    configured(model_type="unheard_of")(folder)
+    monkeypatch.setattr("dflash_mlx.hub.repository.Source.fetch", lambda *args: pytest.fail("was fetched"))
+    with pytest.raises(CheckpointError, match="unheard_of"):
+        convert(str(folder), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["draft", "target"])
+def test_matrices_that_stay_wide_are_told(kind: str, tmp_path: Path, capsys) -> None:
+    """Rows of 64 do not divide into groups of 128; whoever asked for 4 bits would take the folder for packed."""
+    if kind == "draft":
+        folder, wide = checkpoints.v1(tmp_path / "in", intermediate_size=128), "of the draft's"
+    else:
+        folder, wide = target_folder(tmp_path / "in"), "matrices of in"
+    assert convert_main([str(folder), str(tmp_path / "out"), "--bits", "4", "--group-size", "128"]) == 0
+    out, err = capsys.readouterr()
+    (note,) = [line for line in err.splitlines() if line.startswith("note: ")]
+    assert wide in note and "are not quantised: their rows do not divide into groups of 128" in note
+    assert out == f"{tmp_path / 'out'}\n"
+    count = int(note.split()[1])
+    weights: dict[str, mx.array] = mx.load(str(tmp_path / "out" / "model.safetensors"))  # type: ignore[assignment]
+    left = [key for key, value in weights.items() if value.ndim == 2 and key.replace("weight", "scales") not in weights]
+    left = [key for key in left if not key.endswith((".scales", ".biases", "fc.weight"))]
+    assert count == len(left) > 0
+    with pytest.warns(UserWarning, match=f"^{count} of .* are not quantised"):
+        convert(str(folder), tmp_path / "out2", bits=4, group_size=128)
+
+
+def test_a_target_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> None:
+    folder = target_folder(tmp_path / "tiny")
+    narrow = {key: value[..., :64] for key, value in tensors_in(folder).items()}
+    narrow = {key: value[:64] if "gate_proj" in key or "up_proj" in key else value for key, value in narrow.items()}
+    mx.eval(narrow)
+    mx.save_safetensors(str(folder / "model.safetensors"), narrow)
+    configured(intermediate_size=64)(folder)
+    assert not any(value.shape[-1] % 128 == 0 for value in tensors_in(folder).values() if value.ndim == 2)
+    with pytest.raises(ValueError, match=r"Groups of 128 weights fit no matrix of tiny.*smaller group size"):
+        convert(str(folder), tmp_path / "out", bits=4, group_size=128)
+    assert os.listdir(tmp_path) == ["tiny"]
+
+
+def tensors_in(folder: Path) -> dict[str, mx.array]:
+    return mx.load(str(folder / "model.safetensors"))  # type: ignore[return-value]
+
+
+def test_a_vision_part_that_is_left_out_is_told(tmp_path: Path) -> None:
+    """The folder would be taken for the whole model."""
+    folder = target_folder(tmp_path / "shell", "mistral3")
+    weights = dict(tensors_in(folder)) | {"vision_tower.layers.0.weight": mx.zeros((8, 8))}
+    mx.eval(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        convert(str(folder), tmp_path / "text-only")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.warns(UserWarning, match="^the vision part of shell is left out: mlx_lm reads the text model only"):
+        convert(str(folder), tmp_path / "out")
+    assert not any("vision" in key for key in tensors_in(tmp_path / "out"))
+
+
+def test_a_place_where_no_folder_can_be_made_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch) -> None:
+    folder = source("v1", tmp_path)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(CONVERT, "find", lambda *args: pytest.fail("was looked for"))
+    with pytest.raises(OSError, match=r"file is no folder, so .*file/a/out cannot be made in it\. Give another"):
+        convert(str(folder), tmp_path / "file" / "a" / "out")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(OSError, match=r"cannot be written by you, so .*b/out cannot be made in it\. Give a place"):
+        convert(str(folder), tmp_path / "b" / "out")
+    assert sorted(os.listdir(tmp_path)) == ["file", "v1"]
 
 
 @pytest.mark.parametrize("kind", ["draft", "target"])
@@ -371,7 +488,13 @@ def test_a_refusal_is_one_line_and_status_1(tmp_path: Path) -> None:
 
 
 def test_wrong_usage_and_interrupts_have_their_own_status(tmp_path: Path, capsys, monkeypatch) -> None:
-    for arguments in ([], ["only-one"], ["a", "b", "--bits", "5"], ["a", "b", "--dtype", "int8"]):
+    for arguments in (
+        [],
+        ["only-one"],
+        ["a", "b", "--bits", "5"],
+        ["a", "b", "--dtype", "int8"],
+        ["a", "b", "--group-size", "32"],
+    ):
         with pytest.raises(SystemExit) as end:
             convert_main(arguments)
         assert end.value.code == 2
@@ -379,16 +502,31 @@ def test_wrong_usage_and_interrupts_have_their_own_status(tmp_path: Path, capsys
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dflash_mlx.convert.save_weights", interrupt)
+    monkeypatch.setattr(CONVERT, "save_weights", interrupt)
     assert convert_main([str(source("v1", tmp_path)), str(tmp_path / "out")]) == 130
     assert "Interrupted." in capsys.readouterr().err and os.listdir(tmp_path) == ["v1"]
 
 
-def test_help_imports_no_mlx() -> None:
+@pytest.mark.parametrize("module", ["__main__ convert", "convert"])
+def test_help_imports_no_mlx(module: str) -> None:
+    """`python -m dflash_mlx.convert` did nothing, and ended with 0."""
+    name, *words = module.split()
     code = (
-        "import sys\nfrom dflash_mlx.__main__ import main\n"
-        "try: main(['convert', '--help'])\nexcept SystemExit as end: assert not end.code\n"
+        f"import sys, runpy; sys.argv = ['x', *{words}, '--help']\n"
+        f"try: runpy.run_module('dflash_mlx.{name}', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "else: raise AssertionError('nothing was run')\n"
         "assert 'mlx.core' not in sys.modules and 'rich' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--bits" in done.stdout and "OUTPUT" in done.stdout
+    assert "--bits" in done.stdout and "OUTPUT" in done.stdout and "python -m dflash_mlx convert" in done.stdout
+
+
+def test_it_is_exported_as_a_function() -> None:
+    """mlx_lm exports one of this name; the module over it would not be callable."""
+    code = (
+        "import dflash_mlx.convert, dflash_mlx\n"
+        "from dflash_mlx import convert\n"
+        "assert callable(convert) and dflash_mlx.convert is convert and convert.__module__ == 'dflash_mlx.convert'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

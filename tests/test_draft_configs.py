@@ -556,6 +556,7 @@ REFUSED = {
     "projector": (v1_config(dflash_config={"projector_type": "spiral"}), "a 'spiral' projector"),
     "MiMo sinks": (v1_config(dflash_config={"attention_sink_bias": True}), "a MiMo-style draft"),
     "MiMo values": (v1_config(dflash_config={"attention_value_scale": 0.612}), "a MiMo-style draft"),
+    "MiMo flag": (v1_config(dflash_config={"attention_value_scale": True}), "a MiMo-style draft"),
     "Laguna": (v1_config(architectures=["DFlashLagunaForCausalLM"]), "a Laguna draft"),
     "Muse": (v1_config(architectures=["MuseGlimmerAssistantModel"]), "a Muse Glimmer assistant"),
     "EAGLE": (v1_config(architectures=["LlamaForCausalLMEagle"]), "an EAGLE head"),

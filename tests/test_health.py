@@ -103,6 +103,11 @@ def test_strict_raises_instead_of_falling_back(paying, tokenizer) -> None:
         run(tokenizer, tiny_draft(), strict=True, block_size=4)
 
 
+def test_strict_without_a_draft_is_refused(tokenizer) -> None:
+    with pytest.raises(ValueError, match="there is no `draft_model`"):
+        run(tokenizer, None, strict=True)
+
+
 def test_a_draft_that_was_found_broken_is_not_tried_again_by_auto(paying, tokenizer, truth) -> None:
     """The next request says why from its first token on, and asking for drafts still tries them."""
     draft = poisoned()

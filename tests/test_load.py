@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,11 +16,13 @@ import pytest
 
 from dflash_mlx import load
 from dflash_mlx import load as load_function
+from dflash_mlx.__main__ import main
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.errors import CheckpointError, FetchError, IncompatiblePair
+from dflash_mlx.errors import CheckpointError, FetchError, IncompatiblePair, UnsupportedTarget
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import draft_folder, target_folder
+from tests.test_broken_pairs import BROKEN
 
 
 @pytest.fixture(scope="module")
@@ -191,22 +195,22 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) 
 
 
 def test_everything_is_checked_before_anything_large_is_fetched(hub: FakeHub, monkeypatch) -> None:
-    """The target's list and card, the draft's list, both configs, the heads of the draft's files; weights last."""
+    """The target's list, card and config, the draft's, the heads of the draft's files; weights last."""
     monkeypatch.setattr("mlx_lm.utils.load_model", lambda *args, **kwargs: hub.asked.append(("load", "")) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load("org/tuned", draft="auto", draft_revision="v2", blas="off")
     draft = "z-lab/Qwen3-4B-DFlash-b16"
     assert hub.asked == [
         ("info", "org/tuned"),
-        ("info", draft),
         ("get", "org/tuned"),
+        ("info", draft),
         ("get", draft),
         ("head", draft),
         ("snapshot", "org/tuned"),
         ("snapshot", draft),
         ("load", ""),
     ]
-    assert hub.revisions[1] == hub.revisions[-1] == "v2", "the caller's revision wins over the registry's"
+    assert hub.revisions[2] == hub.revisions[-1] == "v2", "the caller's revision wins over the registry's"
 
 
 def test_what_is_fetched_once_loads_without_a_network(hub: FakeHub) -> None:
@@ -299,6 +303,154 @@ def test_a_draft_with_another_tokenizer_is_refused(pair: tuple[str, str], tmp_pa
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         load(pair[0], draft=str(folder), blas="off")
+
+
+@pytest.mark.parametrize("argument", [dict(draft=False), dict(draft=""), dict(draft="none"), dict(draft="None")])
+def test_what_can_be_no_draft_is_refused_by_its_argument(argument: dict, pair: tuple[str, str], tmp_path, monkeypatch):
+    """Looked up as a name it would be a folder or a repository of that name, or an AttributeError."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"`draft`.* None"):
+        load(pair[0], **argument, blas="off")
+    with pytest.raises(ValueError, match="`path_or_hf_repo` has to be a folder"):
+        load("", blas="off")
+
+
+def test_paths_are_taken_as_text_is(pair: tuple[str, str], tmp_path: Path, monkeypatch) -> None:
+    """A folder that is called none can be given, too."""
+    assert load(Path(pair[0]), draft=Path(pair[1]), blas="off")[2].name == pair[1]
+    shutil.copytree(pair[1], tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
+    assert load(Path(pair[0]), draft="none", blas="off")[2] is not None
+
+
+def test_options_for_a_draft_that_is_not_there_are_named(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Otherwise the user believes that a quantised draft runs."""
+    folder = str(shutil.copytree(pair[0], tmp_path / "tiny"))
+    with pytest.warns(UserWarning, match=r"Not applied, because they are for a draft: `draft_bits`, `draft_window`\.$"):
+        load(folder, draft="auto", draft_bits=4, draft_window=7, blas="off")
+    with pytest.warns(UserWarning, match=r"if you have one\.$"):
+        load(folder, draft="auto", blas="off")
+
+
+EARLY = [
+    "tokenizer",
+    "truncated",
+    "shard",
+    "doubles",
+    "missing tensor",
+    "shape",
+    "two names",
+    "MiMo",
+    "no head",
+    "no table",
+    "absolute table",
+    "tokenizer file",
+]
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_broken_draft_folder_is_refused_before_the_target_is_read(
+    name: str, pair: tuple[str, str], tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """The target's weights take minutes, and `models` says the same without loading anything; both name the draft."""
+    monkeypatch.setattr("mlx_lm.utils.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    monkeypatch.setattr("mlx_lm.utils.load_tokenizer", lambda *args, **kwargs: pytest.fail("too late"))
+    kind, make, text = BROKEN[name]
+    folder = tmp_path / "draft"
+    make(folder)
+    with pytest.raises(kind, match=text) as caught:
+        load(pair[0], draft=str(folder), blas="off")
+    assert str(folder) in str(caught.value)
+    assert main(["models", pair[0], "--draft", str(folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["refused"] == str(caught.value)
+
+
+def test_an_error_about_a_draft_names_it_once(pair: tuple[str, str], tmp_path: Path, monkeypatch) -> None:
+    """Also one that only its numbers show, and a folder whose name is a word of the text."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("no taps", "anchor", "truncated", "NaN"):
+        BROKEN[name][1](Path("draft") if name == "no taps" else tmp_path / name)
+        draft = "draft" if name == "no taps" else str(tmp_path / name)
+        with pytest.raises(CheckpointError) as caught:
+            load(pair[0], draft=draft, blas="off")
+        said = str(caught.value)
+        assert said.startswith("The draft draft: ") if draft == "draft" else said.count(draft) == 1, said
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def containing(name: str, text: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return make
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def lacking_a_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def other_sizes(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
+
+
+TARGETS = {
+    "no weights": (without("model.safetensors"), r"it has no model\*\.safetensors\. Download"),
+    "a missing shard": (lacking_a_shard, r"lacks 1 files .* example model-00002\.safetensors\. Download"),
+    "no tokenizer": (without_tokenizer, r"has no tokenizer .*Download"),
+    "a broken tokenizer": (
+        containing("tokenizer.json", "{"),
+        r"tokenizer.* cannot be loaded \(.*\)\. .*Download",
+    ),
+    "no type": (containing("config.json", "{}"), "config.json has no `model_type`.*Download"),
+    "code": (containing("config.json", '{"model_type": "x", "model_file": "x.py"}'), "never runs code .*Choose"),
+    "other weights": (other_sizes, r"Missing 18 parameters: \S+ and 17 more\. .*Download"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_broken_target_folder_says_what_it_is_and_what_to_do(
+    name: str, pair: tuple[str, str], tmp_path: Path, monkeypatch
+) -> None:
+    """In one line, and before the weights are read but where only they show it."""
+    folder = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    make, text = TARGETS[name]
+    make(folder)
+    if name != "other weights":
+        monkeypatch.setattr("mlx_lm.utils.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load(str(folder), blas="off")
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_a_draft_as_the_target_is_no_target_without_a_draft(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Said at once: not after a warning that no draft is known for it; with the target that its config names."""
+    folder = checkpoints.speculators(tmp_path / "draft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointError, match=r"is a DFlash draft.* \(its config names \S+\), and pass"):
+            load(str(folder), draft="auto", blas="off")
+
+
+def test_a_target_that_can_never_run_is_refused_before_the_hub_is_asked(hub: FakeHub) -> None:
+    with pytest.raises(UnsupportedTarget, match=r"moonshotai/Kimi-K2\.5 cannot be run here \(multi-head latent"):
+        load("moonshotai/Kimi-K2.5", draft="auto", blas="off")
+    assert not hub.asked
+
+
+def test_the_demo_refuses_a_foreign_draft_before_it_is_fetched(pair: tuple[str, str], monkeypatch) -> None:
+    monkeypatch.setattr("dflash_mlx.demo.target_folder", lambda **_: pytest.fail("too late"))
+    with pytest.raises(IncompatiblePair, match="hidden size is 64, that of demo is 576"):
+        load("demo", draft=pair[1], blas="off")
 
 
 def test_load_is_the_function() -> None:

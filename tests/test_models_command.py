@@ -47,12 +47,14 @@ def test_the_list_as_json_says_what_runs(capsys) -> None:
     found = {row["draft"]: row for row in json.loads(out)}
     assert status == 0 and found.keys() == {row.draft for row in registry.rows()}
     qwen = found["z-lab/Qwen3-4B-DFlash-b16"]
-    assert (qwen["runs"], qwen["block"], qwen["format"], qwen["licence"]) == ("yes", 16, "DFlash", "MIT")
+    assert (qwen["runs"], qwen["block"], qwen["format"], qwen["licence"]) == (True, 16, "DFlash", "MIT")
     assert qwen["revision"].startswith("b74e3a32") and "thinking off" in qwen["notes"][0]
-    assert found["z-lab/Kimi-K2.5-DFlash"]["runs"].startswith("no: multi-head")
-    assert found["incoai/GLM-5.3-Flash-DFlash2"]["runs"] == "no: mlx_lm has no glm5_next"
-    assert found["z-lab/MiniMax-M2.5-DFlash"]["runs"] == "if it passes the check at loading"
-    assert found["z-lab/MiniMax-M2.5-DFlash"]["licence"] == "see its page"
+    said = {name: (row["runs"], row["runs_reason"]) for name, row in found.items()}
+    assert said["z-lab/Kimi-K2.5-DFlash"] == (False, "multi-head latent attention is not served")
+    assert said["incoai/GLM-5.3-Flash-DFlash2"] == (False, "mlx_lm has no glm5_next")
+    assert said["z-lab/MiniMax-M2.5-DFlash"] == (None, "if it passes the check at loading")
+    unknown = found["z-lab/MiniMax-M2.5-DFlash"]
+    assert qwen["runs_reason"] is unknown["licence"] is unknown["block"] is None
 
 
 def test_a_target_is_told_its_draft_and_why_without_a_download(hub: FakeHub, capsys) -> None:
@@ -78,7 +80,7 @@ def test_what_load_would_refuse_is_said_and_is_the_exit_status(hub: FakeHub, tmp
     status, out, _ = asked(capsys, "org/Qwen3-4B-8bit", "--draft", "org/other", "--json")
     found = json.loads(out)
     assert status == 1 and "hidden size" in found["refused"] and found["draft"]["config"]["hidden"] == 128
-    assert found["target"]["to_fetch_bytes"] > 1000 and found["target"]["runs"] == "yes"
+    assert found["target"]["to_fetch_bytes"] > 1000 and found["target"]["runs"] is True
 
 
 def test_without_a_network_the_registry_still_answers(hub: FakeHub, capsys) -> None:
@@ -86,7 +88,10 @@ def test_without_a_network_the_registry_still_answers(hub: FakeHub, capsys) -> N
     status, out, _ = asked(capsys, "Qwen/Qwen3-8B")
     assert status == 1
     assert "draft z-lab/Qwen3-8B-DFlash-b16 at 9b41424b" in out and "format DFlash, block 16, not read" in out
-    assert "runs here yes" in out and "refused Qwen/Qwen3-8B is not complete in the local cache" in out
+    assert (
+        "runs here yes" in out
+        and "refused There is no folder Qwen/Qwen3-8B here, and Qwen/Qwen3-8B is not complete" in out
+    )
 
 
 def test_no_known_draft_is_an_answer(tmp_path: Path, capsys) -> None:
@@ -115,6 +120,90 @@ def test_wrong_usage_and_explained_errors_have_the_usual_exit_status(tmp_path: P
     assert (status, out) == (1, "") and err.startswith("Error: `revision` ('main') is of a repository")
     status, out, _ = asked(capsys, "./nowhere")
     assert status == 1 and "refused nowhere does not exist" in out
+
+
+def test_names_stay_whole_on_a_narrow_terminal(capsys, monkeypatch) -> None:
+    """A name that is folded inside a table cannot be copied."""
+    for width in (60, 80, 120, 140):
+        monkeypatch.setattr("dflash_mlx.models_command._width", lambda width=width: width)
+        words = asked(capsys)[1].split()
+        assert all(row.draft in words and row.targets[0] in words for row in registry.rows())
+        assert ("licence" in words) == (width >= 140)
+
+
+def test_no_draft_can_be_asked_for_as_in_generate(hub: FakeHub, capsys) -> None:
+    for option in ("--draft", "--draft-model"):
+        status, out, _ = asked(capsys, "org/Qwen3-4B-8bit", option, "none")
+        assert status == 0 and "draft none" in out and "why no draft was asked for" in out
+    assert {name for _, name in hub.asked} == {"org/Qwen3-4B-8bit"}
+
+
+def test_errors_are_data_too(tmp_path: Path, capsys) -> None:
+    """A program that asked for JSON reads JSON, whatever went wrong."""
+    status, out, err = asked(capsys, str(target_folder(tmp_path / "mine")), "--revision", "main", "--json")
+    found = json.loads(out)
+    assert status == 1 and not err and found["refused"].startswith("`revision` ('main') is of a repository")
+    assert found["target"]["name"] == str(tmp_path / "mine") and found["draft"] is None
+
+
+def test_a_draft_is_described_where_a_target_was_asked_for(tmp_path: Path, capsys) -> None:
+    folder = checkpoints.speculators(tmp_path / "draft")
+    path = folder / "config.json"
+    verifier = {"verifier": {"name_or_path": "Qwen/Qwen3-4B"}}
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"speculators_config": config.get("speculators_config", {}) | verifier}))
+    status, out, _ = asked(capsys, str(folder))
+    assert status == 1 and "format DFlash, block 8" in out and "made for Qwen/Qwen3-4B" in out
+    assert f"why {folder} is a draft itself" in out and "(its config names Qwen/Qwen3-4B)" in out
+
+
+def test_the_demo_is_compared_with_a_draft_by_its_sizes(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Whether it was converted already or not."""
+    draft = str(checkpoints.v1(tmp_path / "draft"))
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    (converted / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 577}))
+    for folder, hidden, where in ((None, 576, "fetched and converted when"), (converted, 577, f"in {converted}")):
+        monkeypatch.setattr("dflash_mlx.demo.converted_folder", lambda folder=folder: folder)
+        status, out, _ = asked(capsys, "demo", "--draft", draft)
+        assert status == 1 and f"its hidden size is 64, that of demo is {hidden}" in out and where in out
+
+
+def test_a_reason_is_said_once(hub: FakeHub, tmp_path: Path, capsys) -> None:
+    """Not as why there is no draft and again as what is refused."""
+    hub.down = True
+    for target in ("org/mine", "./nowhere"):
+        status, out, _ = asked(capsys, target)
+        assert status == 1 and "why the registry has none for" in out and len(hub.asked) <= 1
+        assert out.count("cannot be reached") + out.count("does not exist") == 1
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    status, out, _ = asked(capsys, str(tmp_path / "broken"))
+    assert status == 1 and out.count("cannot be read") == 1
+
+
+def test_a_target_that_can_never_run_says_that_first(hub: FakeHub, tmp_path: Path, capsys) -> None:
+    """Not that it is not in the cache: fetching half a terabyte would not help."""
+    hub.down = True
+    status, out, _ = asked(capsys, "moonshotai/Kimi-K2.5")
+    assert status == 1 and "runs here no: multi-head latent attention is not served" in out
+    assert "refused The target of z-lab/Kimi-K2.5-DFlash cannot be run here (multi-head latent" in out
+    assert "block 8" in out
+    assert "block ?" in asked(capsys, "org/MiniMax-M2.5")[1]
+    folder = str(target_folder(tmp_path / "Kimi-K2.5"))
+    status, out, _ = asked(capsys, folder)
+    assert status == 1 and "runs here no: multi-head" in out, "its config may be of a family that runs"
+
+
+def test_the_licence_of_a_folder_is_unknown(hub: FakeHub, tmp_path: Path, capsys) -> None:
+    """It has no page to be seen on."""
+    target = str(target_folder(tmp_path / "mine"))
+    draft = str(checkpoints.v1(tmp_path / "mine-draft"))
+    status, out, _ = asked(capsys, target)
+    assert status == 0 and f"draft {draft}" in out and "licence unknown" in out
+    assert "licence unknown" in asked(capsys, target, "--draft", str(tmp_path / "nowhere"))[1]
+    hub.add("org/draft", Path(draft))
+    assert "licence see its page" in asked(capsys, target, "--draft", "org/draft")[1]
 
 
 def test_the_commands_are_listed_and_models_runs_as_a_module(capsys) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub.utils import hf_raise_for_status
 from dflash_mlx import preflight
 from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair
 from dflash_mlx.hub.cache import DRAFT, TARGET
-from dflash_mlx.hub.errors import Gated, Unreachable, explained
+from dflash_mlx.hub.errors import Gated, NoRepository, Unreachable, explained
 from dflash_mlx.hub.repository import Source, find
 from tests import checkpoints
 from tests.fake_hub import FakeHub
@@ -99,8 +99,8 @@ def test_a_drafts_weights_are_compared_with_its_config_from_their_heads(hub: Fak
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["pytorch_model.bin"], "has its weights as pickle only, and .* pickle can run code"),
-        (["model-Q4_K_M.gguf"], "has its weights as GGUF only"),
+        (["pytorch_model.bin"], "has its weights as pickle only, and .* pickle can run code .*never opened. Choose a"),
+        (["model-Q4_K_M.gguf"], "has its weights as GGUF only, and .* is packed for llama.cpp.* demo only. Choose a"),
         (["README.md"], "has no .* in its top folder"),
         (["mtp/model.safetensors"], "has no .* in its top folder"),
     ],
@@ -291,10 +291,10 @@ def caused(error: Exception, cause: Exception) -> Exception:
         ),
         (
             answer(404, "RepoNotFound"),
-            FetchError,
+            NoRepository,
             "The hub has no repository org/model, or it is private. Check the name",
         ),
-        (answer(401), FetchError, "an expired token looks the same"),
+        (answer(401), NoRepository, "an expired token looks the same"),
         (
             answer(404, "RevisionNotFound"),
             FetchError,

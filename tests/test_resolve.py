@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from dflash_mlx.errors import FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import TARGET
@@ -66,6 +66,19 @@ def test_a_draft_beside_the_target_comes_before_the_registrys(name: str, tmp_pat
         draft = checkpoints.v1(tmp_path / name)
         found = resolved(target)
         assert found.draft == str(draft) and "beside the target" in found.reason and not found.notes
+
+
+def test_of_several_drafts_beside_the_first_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    """Inside before next to it, then by name: the same one everywhere, and the user sees that there was a choice."""
+    target = folder(tmp_path / "Qwen3-4B")
+    for name in ("Qwen3-4B-draft-b", "Qwen3-4B-draft-a"):
+        checkpoints.v1(tmp_path / name)
+    found = resolved(target)
+    assert found.draft == str(tmp_path / "Qwen3-4B-draft-a")
+    assert found.reason.endswith("Qwen3-4B-draft-a (others are there: Qwen3-4B-draft-b)")
+    checkpoints.v1(target / "draft")
+    found = resolved(target)
+    assert found.draft == str(target / "draft") and "Qwen3-4B-draft-a, Qwen3-4B-draft-b" in found.reason
 
 
 def test_only_a_drafts_folder_counts_as_beside(tmp_path: Path) -> None:
@@ -231,6 +244,19 @@ def test_a_target_that_cannot_run_here_says_so_before_anything_is_fetched(hub: F
     with pytest.raises(UnsupportedTarget, match=r"z-lab/Kimi-K2\.5-DFlash cannot be run here \(multi-head latent"):
         draft_source(resolved("moonshotai/Kimi-K2.5"))
     assert hub.asked == [("info", "moonshotai/Kimi-K2.5")]
+
+
+def test_a_misspelled_folder_is_said_before_the_network(hub: FakeHub) -> None:
+    """Most names that the hub does not have were meant as folders; one that it refuses for another reason was not."""
+    hub.add("models/qwen", Path(), gone=error(RepositoryNotFoundError))
+    hub.add("org/gated", Path(), gone=error(GatedRepoError))
+    with pytest.raises(FetchError, match=r"^There is no folder models/qwen here, and the hub has no repository "):
+        find("models/qwen", TARGET)
+    with pytest.raises(FetchError, match=r"^org/gated is gated"):
+        find("org/gated", TARGET)
+    hub.down = True
+    with pytest.raises(FetchError, match=r"^There is no folder models/qwen here, and models/qwen is not complete"):
+        find("models/qwen", TARGET)
 
 
 def test_a_missing_folder_is_no_repository() -> None:

@@ -22,7 +22,7 @@ from dflash_mlx.demo.lock import exclusive
 from dflash_mlx.demo.progress import Progress, silent
 from dflash_mlx.demo.target import best_dtype, load_target
 
-__all__ = ["best_dtype", "default_cache_dir", "draft_folder", "load_target", "target_folder"]
+__all__ = ["best_dtype", "converted_folder", "default_cache_dir", "draft_folder", "load_target", "target_folder"]
 
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1"
 
@@ -51,6 +51,12 @@ def target_folder(*, gguf: Path | None = None, cache_dir: Path | None = None, pr
     except OSError as error:
         raise disk_error(error, cache) from error
     return folder
+
+
+def converted_folder(cache_dir: Path | None = None) -> Path | None:
+    """The target's folder if it was converted before; nothing is fetched."""
+    folder = (cache_dir or default_cache_dir()) / "demo" / _FOLDER
+    return folder if manifest.complete(folder, artifact.GGUF_SHA256) else None
 
 
 def draft_folder() -> Path:

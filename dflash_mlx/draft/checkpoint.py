@@ -130,13 +130,9 @@ def _check_values(draft: DraftModel, tensors: Mapping[str, mx.array], folder: Pa
         )
 
 
-def check_pair(
-    draft: DraftModel, target: Target, target_name: str, *, differing: Mapping[str, int] | None = None
-) -> None:
+def check_pair(draft: DraftModel, target: Target, target_name: str) -> None:
     """Refuse a draft that was not made for this target.
 
-    Args:
-        differing: tokens of the draft's own tokenizer whose ids are not the target's, with those ids.
     Raises:
         IncompatiblePair: says both values.
     """
@@ -147,10 +143,20 @@ def check_pair(
             f"The draft {draft.name} proposes the token id {draft.largest_id} from its reduced vocabulary, and "
             f"{target_name} has {spec.vocab_size} tokens. {_choose(config)}"
         )
+
+
+def check_tokens(config: DraftConfig, name: str, differing: Mapping[str, int], target_name: str) -> None:
+    """Refuse a draft whose own tokenizer is another than the target's.
+
+    Args:
+        differing: tokens of the draft's whose ids are not the target's, with those ids.
+    Raises:
+        IncompatiblePair: there are any.
+    """
     if differing:
         token, index = next(iter(differing.items()))
         raise IncompatiblePair(
-            f"The draft {draft.name} comes with another tokenizer than {target_name}: {len(differing)} tokens have "
+            f"The draft {name} comes with another tokenizer than {target_name}: {len(differing)} tokens have "
             f"other ids there, for example {token!r} (id {index} in the draft's). {_choose(config)}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,9 +68,16 @@ def _loadable(folder: Path, kind: Kind) -> bool:
         return False
     if kind.tokenizer and not any(fnmatch(name, pattern) for name in names for pattern in _TOKENIZERS):
         return False
+    return not missing_shards(folder, names)
+
+
+def missing_shards(folder: Path, names: Iterable[str]) -> list[str]:
+    """Files that the index of a folder names and that are not among `names`; the index itself if it cannot be read."""
     index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-    except (ValueError, KeyError, AttributeError, OSError):
-        return False
-    return shards <= set(names)
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(str(shard) for shard in shards - set(names))
+    except (ValueError, KeyError, AttributeError, TypeError, OSError):
+        return [index.name]

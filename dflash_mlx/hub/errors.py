@@ -20,6 +20,10 @@ class Unreachable(FetchError):
     """The hub did not answer, so what is not on this machine cannot be had."""
 
 
+class NoRepository(FetchError):
+    """The hub has no repository of this name that may be seen."""
+
+
 class Gated(FetchError):
     """The repository exists, and its owner wants its licence accepted first."""
 
@@ -48,7 +52,7 @@ def _explain(error: Exception, name: str, revision: str | None) -> FetchError:
             "repository's page, then run `hf auth login` with an account that did."
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return FetchError(
+        return NoRepository(
             f"The hub has no repository {name}, or it is private. Check the name; for a private one run `hf auth "
             "login` (an expired token looks the same: `hf auth whoami`)."
         )

@@ -19,7 +19,7 @@ from huggingface_hub import errors
 from dflash_mlx.errors import CheckpointError, FetchError
 from dflash_mlx.hub.cache import IN_FOLDERS, TARGET, Kind, cached_file, cached_snapshot
 from dflash_mlx.hub.card import TIMEOUT_S, Card, fetch_card, read_card
-from dflash_mlx.hub.errors import explained
+from dflash_mlx.hub.errors import NoRepository, Unreachable, explained
 from dflash_mlx.registry import cached_repository
 
 Progress = Callable[[str, float | None], None]
@@ -166,10 +166,18 @@ def find(name: str, kind: Kind, revision: str | None = None) -> Source:
         return Source(name, kind, revision, folder=cached)
     try:
         return Source(name, kind, revision, listing=listing(name, revision))
-    except FetchError:
+    except FetchError as error:
+        if cached is None and isinstance(error, (NoRepository, Unreachable)):
+            raise type(error)(f"There is no folder {name} here, and {_continued(error)}") from error
         if cached is None:
             raise
         return Source(name, kind, revision, folder=cached)  # all that is loaded is there
+
+
+def _continued(error: Exception) -> str:
+    """Its text as the second half of a sentence."""
+    text = str(error)
+    return "the" + text[3:] if text.startswith("The ") else text
 
 
 def listing(name: str, revision: str | None = None) -> Listing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from scripted import LARGEST_BLOCK, PREFILL_STEP_SIZE, Answer, FakeEngine, Script
@@ -367,3 +367,14 @@ def test_the_real_library_refuses_before_the_generator_runs() -> None:
     assert backend.prefill_step_size >= 1
     wanted = {"requested_at", "prefill_step_size", "prompt_cache", "block_size", "mode", "sampler"}
     assert wanted <= set(inspect.signature(backend.stream).parameters)
+
+
+def test_every_option_of_a_load_is_one_of_the_real_library() -> None:
+    """The scripted library takes anything; the real one would end the chat with a TypeError."""
+    pytest.importorskip("mlx.core")
+    from dflash_mlx import load
+
+    options = {field.name for field in fields(LoadModel)} - {"model", "launched_at"}
+    known = inspect.signature(load).parameters
+    assert options <= known.keys()
+    assert all(known[name].default == getattr(LoadModel(), name) for name in options - {"draft"})
