@@ -24,17 +24,19 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dflash_mlx import preflight, spellings
-from dflash_mlx.convert_target import convert_target
+from dflash_mlx import spellings
+from dflash_mlx.conversion.recipe import LEGAL, SLACK, Recipe, copy_beside, write_config
+from dflash_mlx.conversion.target import convert_target
 from dflash_mlx.draft.checkpoint import load_draft, read_config
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions, check_dtype
 from dflash_mlx.files import check_space, refuse_existing, save_weights, whole_folder
 from dflash_mlx.hub.cache import DRAFT, TARGET
+from dflash_mlx.hub.names import cached_repository
 from dflash_mlx.hub.repository import Progress, Source, find, read_object
-from dflash_mlx.preflight_target import check_target
-from dflash_mlx.recipe import LEGAL, SLACK, Recipe, copy_beside, write_config
-from dflash_mlx.registry import DEMO, cached_repository
+from dflash_mlx.pairing import preflight
+from dflash_mlx.pairing.preflight_target import check_target
+from dflash_mlx.pairing.registry import DEMO
 
 # What belongs to a draft beside config and weights. Code is not copied: nothing here runs it.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")

@@ -18,16 +18,17 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import blas as blas_binding
-from dflash_mlx import cpu, demo, preflight, threads
+from dflash_mlx import cpu, demo, threads
 from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Progress, Source, find
 from dflash_mlx.load_target import load_target, load_tokenizer
-from dflash_mlx.preflight_target import check_target
-from dflash_mlx.registry import DEMO
-from dflash_mlx.resolve import Resolution, resolve
+from dflash_mlx.pairing import preflight
+from dflash_mlx.pairing.preflight_target import check_target
+from dflash_mlx.pairing.registry import DEMO
+from dflash_mlx.pairing.resolve import Resolution, resolve
 from dflash_mlx.targets import target_for
 
 DTYPES = ("float32", "bfloat16", "float16", "packed")

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import demo, threads
 from dflash_mlx.errors import CheckpointError
-from dflash_mlx.registry import DEMO
+from dflash_mlx.pairing.registry import DEMO
 
 
 def load_target(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx import registry
 from dflash_mlx.cli import guarded
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.pairing import registry
 
 _TABLE_WIDTH = 140
 _SEE_PAGE = "see its page"
@@ -48,7 +48,7 @@ def models_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(as_json: bool) -> int:
-    from dflash_mlx.inspection import listed
+    from dflash_mlx.pairing.inspection import listed
 
     found = listed()
     if as_json:
@@ -97,7 +97,7 @@ def runs_here(part: dict[str, Any]) -> str | None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from dflash_mlx.inspection import inspect
+    from dflash_mlx.pairing.inspection import inspect
 
     draft = {None: "auto", "none": None}.get(args.draft, args.draft)
     try:

@@ -33,7 +33,7 @@ from tests.families import VOCAB, prompt_of, reference
 from tests.folders import target_folder
 
 CONVERT = importlib.import_module("dflash_mlx.convert")  # as an attribute of the package it is the function
-CONVERT_TARGET = importlib.import_module("dflash_mlx.convert_target")
+CONVERT_TARGET = importlib.import_module("dflash_mlx.conversion.target")
 KEPT = [3 * i % VOCAB for i in range(64)]  # not in the order of the ids
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "v1": checkpoints.v1,

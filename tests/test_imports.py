@@ -12,19 +12,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
-    {"errors", "stats", "proposal", "stops", "segments", "templates", "registry", "threads", "blocksize", "files"},
+    {"errors", "stats", "proposal", "stops", "segments", "templates", "threads", "blocksize", "files"},
     {"config", "spellings"},
     {"hub"},
-    {"resolve", "tokens"},
     {"elf", "openblas", "blas", "cpu", "demo"},
     {"sampling", "layer_state", "rounding"},
     {"cache"},
     {"targets", "draft", "accept"},
-    {"proposers", "prompt_cache", "quantized_kv", "exact", "preflight", "preflight_target", "inspection", "recipe"},
+    {"proposers", "prompt_cache", "quantized_kv", "exact", "pairing"},
     {"prompt_file"},
     {"decode", "options"},
     {"fallback", "health"},
-    {"request", "load_target", "load", "report", "convert_target", "convert"},
+    {"request", "load_target", "load", "report", "conversion", "convert"},
     {"generate"},
     {"divergence"},
     {"cli", "generate_command", "models_command", "convert_command"},

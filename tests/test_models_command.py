@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx import registry
 from dflash_mlx.__main__ import main
+from dflash_mlx.pairing import registry
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder

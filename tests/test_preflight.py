@@ -14,11 +14,11 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import hf_raise_for_status
 
-from dflash_mlx import preflight
 from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair
 from dflash_mlx.hub.cache import DRAFT, TARGET
 from dflash_mlx.hub.errors import Gated, NoRepository, Unreachable, explained
 from dflash_mlx.hub.repository import Source, find
+from dflash_mlx.pairing import preflight
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder

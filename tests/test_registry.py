@@ -8,8 +8,8 @@ import re
 import mlx.core as mx
 import pytest
 
-from dflash_mlx import registry
 from dflash_mlx.errors import UnsupportedTarget
+from dflash_mlx.pairing import registry
 from dflash_mlx.targets import supported, target_for
 
 PINNED = {"z-lab/Qwen3-4B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16"}

@@ -11,8 +11,8 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from dflash_mlx.errors import FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import find
-from dflash_mlx.preflight import draft_source
-from dflash_mlx.resolve import Resolution, resolve
+from dflash_mlx.pairing.preflight import draft_source
+from dflash_mlx.pairing.resolve import Resolution, resolve
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 

@@ -20,7 +20,7 @@ from dflash_mlx.errors import CheckpointError, FetchError
 from dflash_mlx.hub.cache import IN_FOLDERS, TARGET, Kind, cached_file, cached_snapshot
 from dflash_mlx.hub.card import TIMEOUT_S, Card, fetch_card, read_card
 from dflash_mlx.hub.errors import NoRepository, Unreachable, explained
-from dflash_mlx.registry import cached_repository
+from dflash_mlx.hub.names import cached_repository
 
 Progress = Callable[[str, float | None], None]
 _QUANTIZED = ("quantization", "quantization_config")

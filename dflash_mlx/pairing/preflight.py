@@ -11,7 +11,7 @@ from typing import Any
 
 import huggingface_hub as hub
 
-from dflash_mlx import demo, spellings, tokens
+from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft import checkpoint
 from dflash_mlx.draft.formats import MODELOPT, explain_folder, read_tensors, renamed
@@ -20,10 +20,11 @@ from dflash_mlx.draft.formats_vocabulary import take_target_ids
 from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import DRAFT
 from dflash_mlx.hub.repository import Source, find
-from dflash_mlx.preflight_target import check_target, target_spec
-from dflash_mlx.preflight_target import check_weights as check_weights
-from dflash_mlx.registry import DEMO, draft_for
-from dflash_mlx.resolve import Resolution
+from dflash_mlx.pairing import tokens
+from dflash_mlx.pairing.preflight_target import check_target, target_spec
+from dflash_mlx.pairing.preflight_target import check_weights as check_weights
+from dflash_mlx.pairing.registry import DEMO, draft_for
+from dflash_mlx.pairing.resolve import Resolution
 
 
 def model_name(argument: str, value: Any) -> str:

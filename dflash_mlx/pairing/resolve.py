@@ -10,12 +10,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_mlx import registry, spellings
+from dflash_mlx import spellings
 from dflash_mlx.errors import CheckpointError, FetchError
 from dflash_mlx.hub.card import Card, fetch_card
 from dflash_mlx.hub.errors import Unreachable
 from dflash_mlx.hub.repository import Source, read_object
-from dflash_mlx.registry import is_copy
+from dflash_mlx.pairing import registry
+from dflash_mlx.pairing.registry import is_copy
 
 AUTO = "auto"
 _DEPTH = 5  # a quantisation of a merge of finetunes is four steps from what was trained

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.hub.names import cached_repository
+
 DEMO = "demo"
 FORMATS = ("dflash", "dflash2")
 
@@ -78,12 +80,6 @@ def is_copy(name: str, base: str) -> bool:
 def base_name(target: str) -> str:
     """The last part of a repository's name or of a path; a snapshot folder of the hub's cache is its repository."""
     return (cached_repository(target) or target).replace("\\", "/").rstrip("/").rpartition("/")[2]
-
-
-def cached_repository(path: str) -> str | None:
-    """ "org/name" of `.../models--org--name/snapshots/<hash>`, None for any other path."""
-    found = re.search(r"(?:^|[/\\])models--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]*$", path)
-    return found[1].replace("--", "/", 1) if found else None
 
 
 def draft_for(target: str) -> Row | None:

@@ -9,14 +9,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 
-from dflash_mlx import demo, spellings, tokens
+from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft import checkpoint
 from dflash_mlx.draft.formats import PICKLED
 from dflash_mlx.errors import CheckpointError, FetchError
 from dflash_mlx.hub.cache import missing_shards
 from dflash_mlx.hub.repository import Source
-from dflash_mlx.registry import DEMO
+from dflash_mlx.pairing import tokens
+from dflash_mlx.pairing.registry import DEMO
 from dflash_mlx.targets import TargetSpec
 
 _ONLY = {

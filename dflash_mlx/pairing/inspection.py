@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_mlx import demo, preflight, registry, spellings, tokens
+from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.errors import DFlashError, UnsupportedTarget
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Source, find
-from dflash_mlx.preflight_target import check_target, demo_config, exists, model_files
-from dflash_mlx.resolve import Resolution, resolve
+from dflash_mlx.pairing import preflight, registry, tokens
+from dflash_mlx.pairing.preflight_target import check_target, demo_config, exists, model_files
+from dflash_mlx.pairing.resolve import Resolution, resolve
 from dflash_mlx.targets import supported
 
 _FORMATS = {"dflash": "DFlash", "dflash2": "DFlash 2"}

@@ -11,12 +11,12 @@ import huggingface_hub as hub
 import mlx.core as mx
 import mlx_lm
 
+from dflash_mlx.conversion.recipe import LEGAL, SLACK, Recipe, copy_beside, write_config
 from dflash_mlx.errors import CheckpointError
 from dflash_mlx.files import check_space, check_written, whole_folder
+from dflash_mlx.hub.names import cached_repository
 from dflash_mlx.hub.repository import Progress, read_object
 from dflash_mlx.load_target import summary
-from dflash_mlx.recipe import LEGAL, SLACK, Recipe, copy_beside, write_config
-from dflash_mlx.registry import cached_repository
 
 _SHORT = 31  # of such rows no group can be made: convolutions have them
 _TOWERS = {"vision": ("vision", "visual"), "audio": ("audio",)}
