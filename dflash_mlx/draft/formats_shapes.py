@@ -34,15 +34,17 @@ def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return _shapes_of(_build(config, "draft"))
 
 
-def check_shapes(config: DraftConfig, shapes: Shapes, where: str) -> None:
+def check_shapes(config: DraftConfig, shapes: Shapes, where: str) -> DraftConfig:
     """Refuse the tensors that `load_draft` would refuse, from their stored names and shapes.
 
     Args:
         where: how messages call the checkpoint.
+    Returns:
+        The config with what only the tensors can tell.
     Raises:
         CheckpointError: as `load_draft`.
     """
-    fitting({new: shapes[name] for name, new in renamed(shapes, where).items()}, config, where, where)
+    return fitting({new: shapes[name] for name, new in renamed(shapes, where).items()}, config, where, where).config
 
 
 def fitting(shapes: Shapes, config: DraftConfig, name: str, where: object) -> DraftModel:

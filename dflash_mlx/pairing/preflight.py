@@ -14,7 +14,7 @@ import huggingface_hub as hub
 from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft import checkpoint
-from dflash_mlx.draft.formats import MODELOPT, explain_folder, read_tensors, renamed
+from dflash_mlx.draft.formats import MODELOPT, explain_folder, read_tensors
 from dflash_mlx.draft.formats_shapes import fitting
 from dflash_mlx.draft.formats_vocabulary import take_target_ids
 from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
@@ -120,9 +120,7 @@ def check_draft(draft: Source) -> DraftConfig:
         check_weights(draft)
         if MODELOPT in draft.files():
             raise spellings.packed_elsewhere(f"{draft.name} has a {MODELOPT}")
-        config, stored = DraftConfig.from_dict(draft.config()), draft.shapes()
-        shapes = {new: stored[name] for name, new in renamed(stored, draft.name).items()}
-        return fitting(shapes, config, draft.name, draft.name).config
+        return checkpoint.check_shapes(DraftConfig.from_dict(draft.config()), draft.shapes(), draft.name)
 
 
 def check_tokens(folder: Path, name: str, target: Mapping[str, int], target_name: str) -> None:
