@@ -88,7 +88,7 @@ class DraftConfig:
             " rope_theta input_embedding_scale output_multiplier final_logit_softcapping context_window"
         )
         for name in names.split():
-            value = getattr(self, name)
+            value = vars(self)[name]
             if value is not None and not value > 0:
                 return f"`{name}` has to be positive, got {value}"
         if self.block_size < 2:

@@ -98,12 +98,7 @@ def load(
     if wanted is None:
         _refuse_unused(for_draft, "a load without a draft")
     options = DraftOptions(draft_bits, draft_group_size, draft_dtype, draft_window)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"`dtype` has to be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    if dtype == "packed" and not is_demo:
-        raise ValueError("`dtype` 'packed' is for the demo target; other models are loaded as they are stored.")
-    if blas not in ("auto", "off"):
-        raise ValueError(f"`blas` has to be 'auto' or 'off', got {blas!r}.")
+    _check_choices(dtype, blas, is_demo)
     tell = progress or (lambda message, share: None)
     threads.leave_cleanly()
     _prepare_cpu(blas)
@@ -123,6 +118,7 @@ def load(
     tokenizer = load_tokenizer(folder, name, tokenizer_config, model_config)  # fails faster than the weights load
     if draft_folder is not None and source is not None:
         preflight.check_tokens(draft_folder, source.name, tokenizer.get_vocab(), name)
+    # Nothing large was read until here.
     model, config = load_target(folder, name, dtype, model_config, lazy)
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
@@ -135,6 +131,16 @@ def load(
         if adapter_path is not None:
             loaded.notes += ("an adapter changes the target and the draft does not know it: acceptance may be lower",)
     return (model, tokenizer, *((loaded,) if returns_draft else ()), *((config,) if return_config else ()))
+
+
+def _check_choices(dtype: str | None, blas: str, is_demo: bool) -> None:
+    """Raises ValueError naming the argument that is out of range."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"`dtype` has to be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if dtype == "packed" and not is_demo:
+        raise ValueError("`dtype` 'packed' is for the demo target; other models are loaded as they are stored.")
+    if blas not in ("auto", "off"):
+        raise ValueError(f"`blas` has to be 'auto' or 'off', got {blas!r}.")
 
 
 def _refuse_unused(arguments: dict[str, Any], where: str) -> None:
