@@ -118,7 +118,6 @@ def load(
     tokenizer = load_tokenizer(folder, name, tokenizer_config, model_config)  # fails faster than the weights load
     if draft_folder is not None and source is not None:
         preflight.check_tokens(draft_folder, source.name, tokenizer.get_vocab(), name)
-    # Nothing large was read until here.
     model, config = load_target(folder, name, dtype, model_config, lazy)
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
