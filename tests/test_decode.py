@@ -240,7 +240,16 @@ def test_only_named_places_read_from_the_device() -> None:
         "health.py": {"not_finite", "why_not_finite", "_outputs", "_agreement"},
     }
     path = [*package.glob("*.py"), *(f for d in ("draft", "proposers", "targets") for f in (package / d).glob("*.py"))]
-    off_path = {"load.py", "load_target.py", "cpu.py", "blas.py", "openblas.py", "elf.py", "divergence.py", "rounding.py"}
+    off_path = {
+        "load.py",
+        "load_target.py",
+        "cpu.py",
+        "blas.py",
+        "openblas.py",
+        "elf.py",
+        "divergence.py",
+        "rounding.py",
+    }
     for file in path:
         name = str(file.relative_to(package))
         for function in ast.walk(ast.parse(file.read_text())):
