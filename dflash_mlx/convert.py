@@ -75,10 +75,10 @@ def convert(
         OSError: the disk is full, or `output` cannot be written; nothing is left.
         ValueError: an argument is out of range.
     """
-    recipe, output = Recipe(bits, group_size, dtype), Path(output).expanduser()
+    recipe, output = Recipe(bits, group_size, dtype), Path(os.path.expanduser(output))
     if source == DEMO:
         raise ValueError("`source` 'demo' is converted and quantised already; load('demo', draft='auto') loads it.")
-    if revision is not None and Path(source).expanduser().exists():
+    if revision is not None and os.path.exists(os.path.expanduser(source)):
         raise ValueError(f"`revision` ({revision!r}) is of a repository, and {source} is here already. Leave it out.")
     refuse_existing(output)
     _check_parent(output)

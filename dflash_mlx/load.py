@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from dflash_mlx import cpu, demo, threads
 from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
+from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Progress, Source, find
 from dflash_mlx.load_target import load_target, load_tokenizer
@@ -66,8 +69,8 @@ def load(
         path_or_hf_repo: a folder, a Hugging Face repository, or "demo" for the embedded pair. The other
             positional arguments are mlx_lm's.
         draft: not given: mlx_lm's two values are returned. "auto": the draft that lies beside the target, or that the
-            registry has for it or for what it is derived from; None with a warning if there is none. A folder or
-            repository: that draft. None: no draft, but three values.
+            registry has for it or for what it is derived from; None with a warning if there is none, or none that
+            fits. A folder or repository: that draft. None: no draft, but three values.
         draft_revision: branch, tag or commit of the draft's repository; default: the registry's, or main.
         draft_bits, draft_group_size: quantise the draft on load, to 4 or 8 bits. draft_dtype: "float32" or
             "bfloat16". draft_window: context rows that each of its layers keeps at most; default all.
@@ -109,7 +112,10 @@ def load(
     sizes = check_target(target, model_config)
     resolution = resolve(target, wanted, draft_revision) if wanted is not None else None
     source = _draft_source(resolution, target.name, tell, for_draft) if resolution else None
-    preflight.check_draft_of(sizes, target, source)
+    if source is not None and not _fits(resolution, lambda: preflight.check_draft_of(sizes, target, source)):
+        source = None
+    if source is None:
+        preflight.check_draft_of(sizes, target, None)
     if is_demo:
         folder = demo.target_folder(gguf=_path(gguf), cache_dir=_path(cache_dir), progress=progress)
     else:
@@ -117,19 +123,44 @@ def load(
     draft_folder = source.fetch(tell) if source else None
     tokenizer = load_tokenizer(folder, name, tokenizer_config, model_config)  # fails faster than the weights load
     if draft_folder is not None and source is not None:
-        preflight.check_tokens(draft_folder, source.name, tokenizer.get_vocab(), name)
+        check = partial(preflight.check_tokens, draft_folder, source.name, tokenizer.get_vocab(), name)
+        if not _fits(resolution, check):
+            draft_folder = None
     model, config = load_target(folder, name, dtype, model_config, lazy)
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
         model.eval()
-    loaded = None
+    drafts = list[DraftModel]()
     if resolution is not None and draft_folder is not None:
         tell(f"Loading the draft {resolution.draft}", None)
-        with preflight.named(str(resolution.draft)):
-            loaded = _load_draft(draft_folder, resolution, options, model, tokenizer, target.name)
-        if adapter_path is not None:
-            loaded.notes += ("an adapter changes the target and the draft does not know it: acceptance may be lower",)
+        fill = partial(_load_draft, draft_folder, resolution, options, model, tokenizer, target.name)
+        if _fits(resolution, lambda: drafts.append(fill())) and adapter_path is not None:
+            drafts[0].notes += (
+                "an adapter changes the target and the draft does not know it: acceptance may be lower",
+            )
+    loaded = drafts[0] if drafts else None
     return (model, tokenizer, *((loaded,) if returns_draft else ()), *((config,) if return_config else ()))
+
+
+def _fits(resolution: Resolution | None, work: Callable[[], object]) -> bool:
+    """Do it, and whether the draft passed; one that was only guessed is left out with a warning.
+
+    Raises:
+        CheckpointError, IncompatiblePair: of a draft that was asked for by name.
+    """
+    try:
+        with preflight.named(str(resolution.draft if resolution else None)):
+            work()
+        return True
+    except (CheckpointError, IncompatiblePair) as error:
+        if resolution is None or resolution.asked:
+            raise
+        warnings.warn(
+            f"The draft {resolution.draft} is not used, so decoding will be plain. {error} (It was not asked for by "
+            f"name: {resolution.reason}.)",
+            stacklevel=3,
+        )
+        return False
 
 
 def _check_choices(dtype: str | None, blas: str, is_demo: bool) -> None:

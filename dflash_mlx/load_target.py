@@ -90,7 +90,8 @@ def _end_tokens(folder: Path) -> list[int] | None:
     for name in ("config.json", "generation_config.json"):
         content = _json(folder / name)
         for ids in (content.get("eos_token_id"), (content.get("text_config") or {}).get("eos_token_id")):
-            found |= {ids} if isinstance(ids, int) else set(ids or ())
+            several = ids if isinstance(ids, list) else [ids]
+            found |= {token for token in several if isinstance(token, int)}
     return sorted(found) or None
 
 

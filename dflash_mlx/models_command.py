@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -119,8 +120,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     else:
         at = f" at {draft['revision']}" if draft["revision"] else ""
         rows += [("draft", f"{draft['name']}{at}"), ("", _facts(draft)), ("why", draft["reason"])]
-        path = Path(draft["name"]).expanduser()
-        local = draft["name"] != registry.DEMO and (path.exists() or path.is_absolute())
+        path = Path(os.path.expanduser(draft["name"]))
+        local = draft["name"] != registry.DEMO and (os.path.exists(path) or path.is_absolute())
         rows.append(("licence", draft["licence"] or ("unknown" if local else _SEE_PAGE)))
         rows += [("note", note) for note in draft["notes"]]
     rows.append(("refused", found["refused"]))

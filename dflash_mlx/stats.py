@@ -73,11 +73,11 @@ class Track:
 
     @property
     def drafted(self) -> int:
-        return sum(drafted for drafted, _ in self.latest)
+        return sum(drafted for drafted, _ in tuple(self.latest))  # another thread may append
 
     @property
     def accepted(self) -> int:
-        return sum(accepted for _, accepted in self.latest)
+        return sum(accepted for _, accepted in tuple(self.latest))
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import mlx.core as mx
 import pytest
 
@@ -12,6 +15,7 @@ from dflash_mlx.errors import DraftFault
 from dflash_mlx.health import Patient, diagnose
 from dflash_mlx.proposers import NullProposer
 from dflash_mlx.sampling import make_sampler
+from dflash_mlx.stats import Track
 from dflash_mlx.targets import target_for
 from dflash_mlx.targets.dense import DenseTarget
 from tests.conftest import byte_tokenizer, draft_config, tiny_draft
@@ -248,6 +252,31 @@ def test_a_draft_that_predicts_the_text_is_not_blamed_for_what_was_not_accepted(
     target = target_for(tiny("llama"))
     assert Patient(target, Knowing([0, 2], [0, 2]), NullProposer(), TEXT[:90]).why_nothing_is_accepted() is None
     assert "does not work here" in Patient(target, tiny_draft(), NullProposer(), TEXT[:90]).why_nothing_is_accepted()
+
+
+def test_what_a_draft_gave_is_counted_while_other_threads_add_to_it() -> None:
+    """Threads may share a draft; a count that fails would end somebody's answer."""
+    track, failed = Track(), []
+
+    def work() -> None:
+        try:
+            for _ in range(20_000):
+                track.latest.append((3, 1))
+                assert track.accepted <= 64 and track.drafted <= 192
+        except BaseException as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
 
 
 def test_a_diagnosis_counts_what_each_way_of_reading_predicts() -> None:

@@ -453,5 +453,63 @@ def test_the_demo_refuses_a_foreign_draft_before_it_is_fetched(pair: tuple[str, 
         load("demo", draft=pair[1], blas="off")
 
 
+def stale(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def extra_head(folder: Path) -> None:
+    index = {
+        "weight_map": {"a": "./model.safetensors", "mtp.fc.weight": "mtp.safetensors", "b": "text/model.safetensors"}
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("change", [stale, extra_head, containing("model.safetensors.index.json", "{")])
+def test_an_index_that_mlx_lm_never_reads_refuses_nothing(change: Callable[[Path], None], pair, tmp_path: Path) -> None:
+    """A left-over index, or one with files that are no part of the model, is no reason not to load."""
+    folder = Path(shutil.copytree(pair[0], tmp_path / "tiny"))
+    change(folder)
+    mlx_lm.load(str(folder))
+    assert load(str(folder), draft=pair[1], blas="off")[2] is not None
+
+
+def test_a_draft_that_was_only_guessed_and_does_not_fit_leaves_plain_decoding(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """A deeper merge of a known model, say: the default must not keep it from running. Asked for, it is an error."""
+    deeper = Path(shutil.copytree(pair[0], tmp_path / "merged" / "merge"))
+    checkpoints.v1(tmp_path / "merged" / "merge-DFlash", num_target_layers=40)
+    with pytest.warns(UserWarning, match=r"merge-DFlash is not used, so decoding will be plain\..* layers is 40"):
+        assert load(str(deeper), draft="auto", blas="off")[2] is None
+    with pytest.raises(IncompatiblePair, match="layers is 40"):
+        load(str(deeper), draft=str(tmp_path / "merged" / "merge-DFlash"), blas="off")
+
+
+def test_a_guessed_draft_with_another_tokenizer_leaves_plain_decoding(pair: tuple[str, str], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "tuned"))
+    draft = Path(shutil.copytree(pair[1], tmp_path / "tuned-DFlash"))
+    content = json.loads((target / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="is not used, so decoding will be plain"):
+        assert load(str(target), draft="auto", blas="off")[2] is None
+
+
+def test_a_draft_is_found_beside_a_link_to_the_target(pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    shutil.copytree(pair[0], tmp_path / "store" / "blob123")
+    (tmp_path / "Tiny").symlink_to(tmp_path / "store" / "blob123")
+    shutil.copytree(pair[1], tmp_path / "Tiny-DFlash")
+    assert load(str(tmp_path / "Tiny"), draft="auto", blas="off")[2].name == str(tmp_path / "Tiny-DFlash")
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000])
+def test_impossible_paths_are_explained(name: str) -> None:
+    with pytest.raises(FetchError):
+        load(name, blas="off")
+
+
 def test_load_is_the_function() -> None:
     assert load_function is load and callable(load)

@@ -14,11 +14,13 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import hf_raise_for_status
 
-from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.errors import CheckpointError, DFlashError, FetchError, IncompatiblePair, UnsupportedTarget
 from dflash_mlx.hub.cache import DRAFT, TARGET
 from dflash_mlx.hub.errors import Gated, NoRepository, Unreachable, explained
 from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.pairing import preflight
+from dflash_mlx.pairing.preflight_target import target_spec
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder
@@ -338,3 +340,18 @@ def test_what_is_no_failure_of_the_hub_stays_what_it_is() -> None:
     """A mistake in this package is not explained away."""
     with pytest.raises(KeyError), explained("org/model"):
         raise KeyError("a bug")
+
+
+def test_the_depth_of_a_hybrid_is_that_of_its_pattern() -> None:
+    """nemotron_h counts its layers there; its `num_hidden_layers` may say something else."""
+    draft = DraftConfig.from_dict(checkpoints.v1_config(num_target_layers=6))
+    config = dict(model_type="nemotron_h", num_hidden_layers=4, hybrid_override_pattern="M*-M-*", hidden_size=64)
+    assert target_spec(config, draft).n_layers == 6
+    assert target_spec(config | dict(hybrid_override_pattern=None), draft).n_layers == 4
+
+
+def test_a_folder_may_be_called_like_a_model_that_cannot_run(tmp_path: Path) -> None:
+    """Its config says what it is."""
+    preflight.refuse_by_name(str(target_folder(tmp_path / "kimi-k2.5")))
+    with pytest.raises(UnsupportedTarget, match=r"kimi-k2\.5 cannot be run here"):
+        preflight.refuse_by_name("moonshotai/kimi-k2.5")

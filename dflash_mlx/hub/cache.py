@@ -14,7 +14,7 @@ from huggingface_hub import errors
 from dflash_mlx.hub.errors import explained
 
 _BESIDE = ["*.json", "*.txt", "*.jinja", "*.jsonl", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.*"]
+_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 IN_FOLDERS = ["*/*"]  # other formats of the same weights, often as large again
 
 
@@ -68,16 +68,19 @@ def _loadable(folder: Path, kind: Kind) -> bool:
         return False
     if kind.tokenizer and not any(fnmatch(name, pattern) for name in names for pattern in _TOKENIZERS):
         return False
-    return not missing_shards(folder, names)
+    return not missing_shards(folder, names, kind)
 
 
-def missing_shards(folder: Path, names: Iterable[str]) -> list[str]:
-    """Files that the index of a folder names and that are not among `names`; the index itself if it cannot be read."""
+def missing_shards(folder: Path, names: Iterable[str], kind: Kind) -> list[str]:
+    """Files of weights that the index of a folder names and that are not among `names`.
+
+    mlx_lm never reads the index, so one that cannot be read, or of which nothing is there, says nothing; nor do files
+    in it that are no part of the model (an extra head's).
+    """
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(str(shard) for shard in shards - set(names))
+        named = {str(name).removeprefix("./") for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
     except (ValueError, KeyError, AttributeError, TypeError, OSError):
-        return [index.name]
+        return []
+    shards = {name for name in named if "/" not in name and fnmatch(name, kind.weights)}
+    return sorted(shards - set(names)) if shards & set(names) else []

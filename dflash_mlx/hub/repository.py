@@ -7,6 +7,7 @@ cache holds completely is used as it is, without asking for something newer; `hf
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -151,10 +152,10 @@ def find(name: str, kind: Kind, revision: str | None = None) -> Source:
         FetchError: no such folder, no such repository or revision, no access, or neither network nor a copy here.
         ValueError: a revision of a folder.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(name))  # which leaves the name of an unknown user as it is
+    if os.path.isfile(path):
         raise CheckpointError(f"{name} is a file. Give the folder that holds the config.json and the safetensors.")
-    if path.exists():
+    if os.path.exists(path):
         if revision is not None:
             argument = "revision" if kind is TARGET else "draft_revision"
             raise ValueError(f"`{argument}` ({revision!r}) is of a repository, and {name} is a folder. Leave it out.")

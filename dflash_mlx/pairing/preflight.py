@@ -73,7 +73,7 @@ def refuse_by_name(target: str) -> None:
         UnsupportedTarget: says why.
     """
     row = draft_for(target)
-    if row is not None and row.refused:
+    if row is not None and row.refused and not os.path.exists(os.path.expanduser(target)):  # a folder has a config
         raise _cannot_run(target, row.refused)
 
 

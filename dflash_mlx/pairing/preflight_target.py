@@ -83,9 +83,11 @@ def target_spec(config: Mapping[str, Any], draft: DraftConfig) -> TargetSpec:
         value = text.get(key, config.get(key))
         return value if isinstance(value, int) else otherwise
 
+    pattern = text.get("hybrid_override_pattern", config.get("hybrid_override_pattern"))  # decides in nemotron_h
+    layers = len(pattern) if isinstance(pattern, str | list) else size("num_hidden_layers", draft.num_target_layers)
     return TargetSpec(
         model_type=str(text.get("model_type", config.get("model_type"))),
-        n_layers=size("num_hidden_layers", draft.num_target_layers),
+        n_layers=layers,
         hidden_size=size("hidden_size", draft.hidden_size),
         vocab_size=size("vocab_size", draft.vocab_size),
         dtype=mx.bfloat16,
@@ -151,7 +153,7 @@ def _check_folder(source: Source) -> None:
     """Refuse a folder that lacks files of its weights, or any tokenizer."""
     folder, names = source.folder, source.files()
     assert folder is not None
-    if missing := missing_shards(folder, names):
+    if missing := missing_shards(folder, names, source.kind):
         raise CheckpointError(
             f"{folder} is not a complete model folder: it lacks {len(missing)} files that its index names, for example "
             f"{missing[0]}. Download the missing files."

@@ -93,14 +93,19 @@ def _beside(target: Source) -> list[Path]:
     """Drafts' folders, the one to take first: inside the target's folder, then next to it by name in its order."""
     if not target.given or target.folder is None:
         return []
-    folder = target.folder.resolve()
-    inside = [folder / name for name in _SUBFOLDERS]
+    found = [target.folder.resolve() / name for name in _SUBFOLDERS]
+    for folder in (target.folder.absolute(), target.folder.resolve()):  # next to a link, and to what it leads to
+        found += _named_after(folder)
+    return [path for path in dict.fromkeys(found) if _holds_draft(path)]
+
+
+def _named_after(folder: Path) -> list[Path]:
+    """Folders next to this one that carry its name, in the order of theirs."""
     try:
         siblings = sorted(path for path in folder.parent.iterdir() if path != folder and path.is_dir())
     except OSError:
-        siblings = []
-    named = [path for path in siblings if (found := _SIBLING.match(path.name)) and is_copy(folder.name, found[1])]
-    return [path for path in [*inside, *named] if _holds_draft(path)]
+        return []
+    return [path for path in siblings if (found := _SIBLING.match(path.name)) and is_copy(folder.name, found[1])]
 
 
 def _holds_draft(folder: Path) -> bool:
