@@ -104,7 +104,7 @@ def _checked(source: str, revision: str | None, recipe: Recipe) -> Source:
         where = find(source, TARGET, revision)
         config = check_target(where)
         recipe.refuse_packed(config.get("quantization") or config.get("quantization_config"), source)
-    preflight.check_disk([where])
+    preflight.check_disk(where)
     return where
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,56 +111,55 @@ def load(
     target = Source(DEMO, TARGET) if is_demo else find(name, TARGET, revision)
     sizes = check_target(target, model_config)
     resolution = resolve(target, wanted, draft_revision) if wanted is not None else None
-    source = _draft_source(resolution, target.name, tell, for_draft) if resolution else None
-    if source is not None and not _fits(resolution, lambda: preflight.check_draft_of(sizes, target, source)):
-        source = None
-    if source is None:
-        preflight.check_draft_of(sizes, target, None)
+    source = loaded = None
+    with _sparing(resolution):
+        found = _draft_source(resolution, target.name, tell, for_draft) if resolution else None
+        if found is not None:
+            preflight.check_draft_of(sizes, target, found)
+        source = found
+    preflight.check_disk(target, source)
     if is_demo:
         folder = demo.target_folder(gguf=_path(gguf), cache_dir=_path(cache_dir), progress=progress)
     else:
         folder = target.fetch(tell)
     draft_folder = source.fetch(tell) if source else None
     tokenizer = load_tokenizer(folder, name, tokenizer_config, model_config)  # fails faster than the weights load
-    if draft_folder is not None and source is not None:
-        check = partial(preflight.check_tokens, draft_folder, source.name, tokenizer.get_vocab(), name)
-        if not _fits(resolution, check):
-            draft_folder = None
+    with _sparing(resolution):
+        checked, draft_folder = draft_folder, None
+        if checked is not None and source is not None:
+            preflight.check_tokens(checked, source.name, tokenizer.get_vocab(), name)
+        draft_folder = checked
     model, config = load_target(folder, name, dtype, model_config, lazy)
     if adapter_path is not None:
         model = mlx_lm_utils.load_adapters(model, adapter_path)
         model.eval()
-    drafts = list[DraftModel]()
     if resolution is not None and draft_folder is not None:
         tell(f"Loading the draft {resolution.draft}", None)
-        fill = partial(_load_draft, draft_folder, resolution, options, model, tokenizer, target.name)
-        if _fits(resolution, lambda: drafts.append(fill())) and adapter_path is not None:
-            drafts[0].notes += (
-                "an adapter changes the target and the draft does not know it: acceptance may be lower",
-            )
-    loaded = drafts[0] if drafts else None
+        with _sparing(resolution):
+            loaded = _load_draft(draft_folder, resolution, options, model, tokenizer, target.name)
+    if loaded is not None and adapter_path is not None:
+        loaded.notes += ("an adapter changes the target and the draft does not know it: acceptance may be lower",)
     return (model, tokenizer, *((loaded,) if returns_draft else ()), *((config,) if return_config else ()))
 
 
-def _fits(resolution: Resolution | None, work: Callable[[], object]) -> bool:
-    """Do it, and whether the draft passed; one that was only guessed is left out with a warning.
+@contextmanager
+def _sparing(resolution: Resolution | None) -> Iterator[None]:
+    """A draft that was only found, and proves wrong in this block, is left out with a warning.
 
     Raises:
         CheckpointError, IncompatiblePair: of a draft that was asked for by name.
     """
     try:
         with preflight.named(str(resolution.draft if resolution else None)):
-            work()
-        return True
+            yield
     except (CheckpointError, IncompatiblePair) as error:
         if resolution is None or resolution.asked:
             raise
         warnings.warn(
             f"The draft {resolution.draft} is not used, so decoding will be plain. {error} (It was not asked for by "
             f"name: {resolution.reason}.)",
-            stacklevel=3,
+            stacklevel=4,
         )
-        return False
 
 
 def _check_choices(dtype: str | None, blas: str, is_demo: bool) -> None:

@@ -497,6 +497,16 @@ def test_a_guessed_draft_with_another_tokenizer_leaves_plain_decoding(pair: tupl
         assert load(str(target), draft="auto", blas="off")[2] is None
 
 
+def test_a_guessed_draft_that_cannot_be_filled_leaves_plain_decoding(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Numbers that are not finite are seen only when they are read."""
+    target = shutil.copytree(pair[0], tmp_path / "tiny")
+    tensors = checkpoints.tensors_of(checkpoints.v1_config())
+    tensors["norm.weight"] = tensors["norm.weight"] * mx.nan
+    checkpoints.write(tmp_path / "tiny-DFlash", checkpoints.v1_config(), tensors)
+    with pytest.warns(UserWarning, match=r"is not used, so decoding will be plain\..*not finite"):
+        assert load(str(target), draft="auto", blas="off")[2] is None
+
+
 def test_a_draft_is_found_beside_a_link_to_the_target(pair: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     shutil.copytree(pair[0], tmp_path / "store" / "blob123")

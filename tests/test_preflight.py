@@ -20,10 +20,19 @@ from dflash_mlx.hub.cache import DRAFT, TARGET
 from dflash_mlx.hub.errors import Gated, NoRepository, Unreachable, explained
 from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.pairing import preflight
-from dflash_mlx.pairing.preflight_target import target_spec
+from dflash_mlx.pairing.preflight_target import check_target, target_spec
 from tests import checkpoints
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder
+
+
+def check(target: Source, draft: Source | None) -> None:
+    """All that `load` asks before it fetches."""
+    config = check_target(target)
+    if draft is not None:
+        preflight.check_draft_of(config, target, draft)
+    preflight.check_disk(target, draft)
+
 
 TEXT = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 257}
 
@@ -48,7 +57,7 @@ def change(folder: Path, **keys: object) -> None:
 
 
 def test_a_fitting_pair_costs_lists_configs_and_the_head_of_the_drafts_weights(hub: FakeHub) -> None:
-    preflight.check(*pair())
+    check(*pair())
     assert [what for what, _ in hub.asked] == ["info", "info", "get", "get", "head"]
     assert hub.revisions[2:] == ["c" * 40] * 3, "one commit, whatever is published meanwhile"
 
@@ -67,7 +76,7 @@ def test_a_draft_of_another_target_is_refused_from_two_configs(config: dict, mes
     """Not after both were downloaded."""
     change(hub.repositories["org/target"].folder, **config)
     with pytest.raises(IncompatiblePair, match=message):
-        preflight.check(*pair())
+        check(*pair())
     assert "snapshot" not in [what for what, _ in hub.asked]
 
 
@@ -76,13 +85,13 @@ def test_padding_and_what_a_config_leaves_to_defaults_fit(config: dict, hub: Fak
     """Vision shells have the sizes in `text_config`, and gemma 3's leaves some out."""
     folder = hub.repositories["org/target"].folder
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
-    preflight.check(*pair())
+    check(*pair())
 
 
 @pytest.mark.parametrize("make", [checkpoints.dflash2, checkpoints.speculators])
 def test_every_format_passes(make, hub: FakeHub, tmp_path: Path) -> None:
     hub.add("org/other", make(tmp_path / "other"))
-    preflight.check(*pair(draft="org/other"))
+    check(*pair(draft="org/other"))
 
 
 def test_a_drafts_weights_are_compared_with_its_config_from_their_heads(hub: FakeHub, tmp_path: Path) -> None:
@@ -91,10 +100,10 @@ def test_a_drafts_weights_are_compared_with_its_config_from_their_heads(hub: Fak
     tensors.pop("fc.weight")
     hub.add("org/part", checkpoints.write(tmp_path / "part", checkpoints.v1_config(), tensors))
     with pytest.raises(CheckpointError, match=r"org/part do not fit its config\.json \(1 missing: fc\.weight\)"):
-        preflight.check(*pair(draft="org/part"))
+        check(*pair(draft="org/part"))
     config = checkpoints.v1_config()
     hub.add("org/shards", checkpoints.write(tmp_path / "shards", config, checkpoints.tensors_of(config), shards=3))
-    preflight.check(*pair(draft="org/shards"))
+    check(*pair(draft="org/shards"))
     assert hub.asked.count(("head", "org/shards")) == 3
 
 
@@ -118,7 +127,7 @@ def test_a_repository_without_safetensors_is_refused_with_its_reason(
         (folder / name).write_text("x")
     hub.add("org/bare", folder)
     with pytest.raises(FetchError, match=f"org/bare {message}"):
-        preflight.check(*pair(**{which: "org/bare"}))
+        check(*pair(**{which: "org/bare"}))
     assert "snapshot" not in [what for what, _ in hub.asked]
 
 
@@ -126,18 +135,18 @@ def test_a_folder_with_gguf_only_says_so(hub: FakeHub, tmp_path: Path) -> None:
     target = target_folder(tmp_path / "mine")
     (target / "model.safetensors").rename(target / "model.gguf")
     with pytest.raises(CheckpointError, match="has its weights as GGUF only"):
-        preflight.check(find(str(target), TARGET), None)
+        check(find(str(target), TARGET), None)
 
 
 def test_a_repository_packed_for_another_runtime_is_refused(hub: FakeHub) -> None:
     (hub.repositories["org/draft"].folder / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"org/draft has a hf_quant_config\.json"):
-        preflight.check(*pair())
+        check(*pair())
 
 
 def test_a_draft_repository_as_the_target_is_refused(hub: FakeHub) -> None:
     with pytest.raises(CheckpointError, match="org/draft is a DFlash draft, which has no embedding"):
-        preflight.check(find("org/draft", TARGET), None)
+        check(find("org/draft", TARGET), None)
 
 
 def test_a_model_that_mlx_lm_does_not_know_is_refused(hub: FakeHub) -> None:
@@ -145,17 +154,17 @@ def test_a_model_that_mlx_lm_does_not_know_is_refused(hub: FakeHub) -> None:
     folder = hub.repositories["org/target"].folder
     for known in ("mistral", "gemma4_unified", "lfm2-vl"):
         change(folder, model_type=known)
-        preflight.check(*pair())
+        check(*pair())
     for unknown in ("glm5_next", "a.b"):
         change(folder, model_type=unknown)
         with pytest.raises(CheckpointError, match=f"org/target could not be loaded by mlx_lm.*{unknown}"):
-            preflight.check(*pair())
+            check(*pair())
 
 
 def test_a_repository_without_a_config_is_no_model(hub: FakeHub) -> None:
     (hub.repositories["org/draft"].folder / "config.json").unlink()
     with pytest.raises(FetchError, match=r"org/draft has no config\.json in its top folder"):
-        preflight.check(*pair())
+        check(*pair())
 
 
 def test_a_full_disk_is_noticed_before_and_both_numbers_are_said(hub: FakeHub, monkeypatch) -> None:
@@ -167,10 +176,10 @@ def test_a_full_disk_is_noticed_before_and_both_numbers_are_said(hub: FakeHub, m
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 41_000_000_000))
     message = r"42\.50 GB are still to be fetched \(org/target 40\.00 GB, org/draft 2\.50 GB\), and 41\.00 GB are free"
     with pytest.raises(FetchError, match=message):
-        preflight.check(*pair())
+        check(*pair())
     hub.place("org/draft").mkdir(parents=True)
     (hub.place("org/draft") / "model.safetensors").write_text("there")
-    preflight.check(*pair())
+    check(*pair())
 
 
 def test_what_is_fetched_is_what_is_loaded(hub: FakeHub, tmp_path: Path) -> None:
@@ -192,7 +201,7 @@ def test_what_is_in_the_cache_needs_no_network(hub: FakeHub) -> None:
     hub.asked.clear()
     hub.down = True
     target, draft = pair()
-    preflight.check(target, draft)
+    check(target, draft)
     assert target.fetch(print) == hub.place("org/target") and not hub.asked
 
 
@@ -255,7 +264,7 @@ def test_the_real_cache_is_used_offline(offline: Path, tmp_path: Path) -> None:
     )
     cached(offline, "org/draft", draft)
     target, draft_source = pair()
-    preflight.check(target, draft_source)
+    check(target, draft_source)
     assert target.fetch(print) == snapshot == find("org/target", TARGET, "a" * 40).folder
     with pytest.raises(Unreachable, match=r"HF_HUB_OFFLINE forbids to ask the hub\. Unset it once"):
         find("org/target", TARGET, "b" * 40)

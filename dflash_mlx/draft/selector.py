@@ -73,7 +73,7 @@ class CandidateSelector(nn.Module):
 
     def _candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """[K, V] -> ids [K, C] int32 and their logits in float32; ids ascend, so that ties go to the lowest."""
-        count = min(self._top_k, logits.shape[1])
-        ids = mx.argpartition(-logits, kth=count - 1, axis=1)[:, :count]
+        first = logits.shape[1] - min(self._top_k, logits.shape[1])
+        ids = mx.argpartition(logits, kth=first, axis=1)[:, first:]
         ids = mx.sort(ids, axis=1).astype(mx.int32)
         return ids, mx.take_along_axis(logits, ids, axis=1).astype(mx.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_mlx import demo, spellings
@@ -81,9 +80,11 @@ def inspect(name: str, revision: str | None, draft: str | None, draft_revision: 
     if source is not None and not config:
         tried(lambda: preflight.check_draft(source))
     elif config and not is_draft:
-        tried(lambda: preflight.check_draft_of(config, target, source))
-        if target.folder is not None:
-            tried(lambda: tokens.ids_in(target.folder or Path()))
+        if source is not None:
+            tried(lambda: preflight.check_draft_of(config, target, source))
+        if (folder := target.folder) is not None:
+            tried(lambda: tokens.ids_in(folder))
+        tried(lambda: preflight.check_disk(target, source))
     row = registry.row_of(resolution.draft) if resolution.draft else None
     served, why = (None, None) if is_draft else _target_runs(name, config, row)
     refused = next((each for each in problems if isinstance(each, UnsupportedTarget)), next(iter(problems), None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import DRAFT
 from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.pairing import tokens
-from dflash_mlx.pairing.preflight_target import check_target, target_spec
-from dflash_mlx.pairing.preflight_target import check_weights as check_weights
+from dflash_mlx.pairing.preflight_target import check_weights, target_spec
 from dflash_mlx.pairing.registry import DEMO, draft_for
 from dflash_mlx.pairing.resolve import Resolution
 
@@ -84,29 +83,24 @@ def _cannot_run(what: str, why: str) -> UnsupportedTarget:
     )
 
 
-def check(target: Source, draft: Source | None, changes: Mapping[str, Any] | None = None) -> None:
-    """Refuse what cannot be loaded together.
+def check_draft_of(config: Mapping[str, Any], target: Source, draft: Source) -> None:
+    """Refuse a draft that does not fit this target.
 
+    Args:
+        config: the target's, as `check_target` returns it.
     Raises:
-        CheckpointError: one of the two is not what it has to be, or incomplete.
-        IncompatiblePair: the draft is of another target.
-        FetchError: a config cannot be had, there are no safetensors, or the disk is too small.
+        CheckpointError: it is not what it has to be, or incomplete.
+        IncompatiblePair: it is of another target.
+        FetchError: its config cannot be had, or there are no safetensors.
     """
-    check_draft_of(check_target(target, changes), target, draft)
-
-
-def check_draft_of(config: Mapping[str, Any], target: Source, draft: Source | None) -> None:
-    """Refuse a draft that does not fit this target, and what is too large for the disk. Raises as `check`."""
-    if draft is not None:
-        draft_config = check_draft(draft)
-        checkpoint.check_sizes(draft_config, draft.name, target_spec(config, draft_config), target.name)
-        if target.folder is not None and draft.folder is not None and tokens.FILE in draft.files():
-            check_tokens(draft.folder, draft.name, tokens.ids_in(target.folder), target.name)
-    check_disk([source for source in (target, draft) if source is not None])
+    draft_config = check_draft(draft)
+    checkpoint.check_sizes(draft_config, draft.name, target_spec(config, draft_config), target.name)
+    if target.folder is not None and draft.folder is not None and tokens.FILE in draft.files():
+        check_tokens(draft.folder, draft.name, tokens.ids_in(target.folder), target.name)
 
 
 def check_draft(draft: Source) -> DraftConfig:
-    """The draft's config, with what only its tensors tell, once their names and shapes fit it. Raises as `check`."""
+    """The draft's config, with what only its tensors tell, once names and shapes fit it. Raises as `check_draft_of`."""
     with named(draft.name):
         if draft.folder is not None:
             if not draft.weights():
@@ -146,9 +140,9 @@ def named(draft: str) -> Iterator[None]:
         raise CheckpointError(f"The draft {draft}: {text}") from error
 
 
-def check_disk(sources: Sequence[Source]) -> None:
-    """Refuse a download that cannot fit on the disk."""
-    needed = {source.name: sum(source.missing().values()) for source in sources}
+def check_disk(*sources: Source | None) -> None:
+    """Refuse a download that cannot fit on the disk. Raises FetchError."""
+    needed = {source.name: sum(source.missing().values()) for source in sources if source is not None}
     total = sum(needed.values())
     if not total:
         return
