@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -73,7 +73,7 @@ def on_metal(kernel: MetalKernel, launch: Launch) -> list[mx.array]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _built(kernel: MetalKernel) -> Callable[..., list[mx.array]]:
     return mx.fast.metal_kernel(
         name=kernel.name,
@@ -114,8 +114,8 @@ class Operation:
     reference:  the same result in MLX operations, the tests' standard, and what runs where the kernel does not.
     launch:     the same through kernels: launch(run, *arguments, **options).
     case:       what the race for these arguments is called.
-    sample:     (case, rows, seed, hard) -> arguments for a race or a check; `hard` asks for awkward values (large, tiny,
-                equal, extreme ones).
+    sample:     (case, rows, seed, hard) -> arguments for a race or a check; `hard` asks for awkward values (large,
+                tiny, equal ones).
     first_rows: (call, rows) -> the call with only its first rows, whose results have to be bit-equal to the whole's
                 first rows; None where an operation has no rows.
     floor:      bytes that each input has to be read at least, by the kernel's layout: name of the input -> bytes.
