@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dflash_mlx.__main__ import COMMANDS
 from tests.conftest import byte_tokenizer, tiny_draft
@@ -94,6 +95,20 @@ def test_ci_runs_the_test_commands_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in script if line.startswith("uv run")] == promised
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_mac_workflow_runs_the_same_tests() -> None:
+    """Who has a Mac runs what is run here, and is told that nobody has yet."""
+    text = (ROOT / ".github" / "workflows" / "macos.yml").read_text()
+    steps = yaml.safe_load(text)["jobs"]["metal"]["steps"]
+    run = [step["run"] for step in steps if "run" in step]
+    (block,) = [b for b in blocks("bash") if "pytest" in b]
+    promised = [line.split(" #")[0].strip() for line in block.splitlines()]
+    assert [line for line in run if line in promised] == promised
+    assert "Never run by the authors" in text
+    (kernels,) = [line for line in run if "bench." in line]
+    words = shlex.split(kernels)
+    importlib.import_module(words[words.index("-m") + 1]).parser().parse_args(words[words.index("-m") + 2 :])
 
 
 def test_errors_in_the_readme_exist() -> None:

@@ -75,7 +75,7 @@ def on_metal(kernel: MetalKernel, launch: Launch) -> list[mx.array]:
 
 @cache
 def _built(kernel: MetalKernel) -> Callable[..., list[mx.array]]:
-    return mx.fast.metal_kernel(
+    built: Callable[..., list[mx.array]] = mx.fast.metal_kernel(  # type: ignore[assignment]
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
@@ -83,6 +83,7 @@ def _built(kernel: MetalKernel) -> Callable[..., list[mx.array]]:
         header=kernel.header,
         ensure_row_contiguous=kernel.contiguous,
     )
+    return built
 
 
 @dataclass(frozen=True)
