@@ -54,6 +54,7 @@ class ChatEngine:
         self._clock = clock
         self._pair: Pair | None = None
         self._cache: Cache | None = None
+        self._kernels = "auto"
 
     def load(self, job: LoadModel) -> None:
         """Load a pair and report it; returns silently if the loading was cancelled."""
@@ -76,7 +77,7 @@ class ChatEngine:
                 pair = self._backend.load(job.model, options, progress)
         except _Cancelled:
             return
-        self._pair, self._cache = pair, None
+        self._pair, self._cache, self._kernels = pair, None, job.kernels
         draft = pair.draft
         card = ModelCard(
             target=PurePath(job.model).name or job.model,
@@ -146,6 +147,7 @@ class ChatEngine:
             prompt_progress_callback=progress,
             block_size=settings.block_size,
             mode=settings.mode,
+            kernels=self._kernels,
             requested_at=job.requested_at,
         )
 

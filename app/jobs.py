@@ -28,7 +28,8 @@ class LoadModel:
     draft_group_size: int = 64
     draft_dtype: str | None = None
     draft_window: int | None = None
-    """These six as in `dflash_mlx.load`."""
+    kernels: str = "auto"
+    """These seven as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
 

@@ -3,15 +3,17 @@
     python -m bench.overhead
 
 Two models: a dense one of two layers, and a hybrid of three gated-delta layers and one attention layer. For each, in
-one process and in the order A B C D D C B A, medians of:
+one process, in turn and then in reverse turn (A B .. F F .. B A), medians of:
 
     mlx_lm             steps per second of its `generate_step`
     plain              our cycles without drafts (one token per cycle, so a cycle is a step)
     block of 4         cycles with three drafts, all rejected: every cycle rolls back
     block of 4, kept   cycles with three drafts, all accepted: no cycle rolls back
+    draft, simple      cycles with a real draft of two layers and three drafts, of which 0 to 3 are accepted
+    draft, pipelined   the same cycles, whose next draft is submitted before the verdict is read
 
-The last two run forwards of the same width and differ in what a rejection costs: on the dense model an offset is set
-back, on the hybrid the recurrent layers replay the kept row. Both loops keep one step in flight while the caller
+The two blocks of 4 run forwards of the same width and differ in what a rejection costs: on the dense model an offset is
+set back, on the hybrid the recurrent layers replay the kept row. Both loops keep one step in flight while the caller
 handles the last token, ours where there are no drafts to wait for.
 """
 
@@ -34,13 +36,13 @@ Arm = Callable[[], Iterator[Any]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="A B C D D C B A each (default 6)")
+    parser.add_argument("--rounds", type=int, default=6, help="A B .. F F .. B A each (default 6)")
     parser.add_argument("--out", type=Path, help="write the JSON here; the README's is bench/results/overhead.json")
     args = parser.parse_args(argv)
     from bench import machine
 
     result: dict[str, Any] = {
-        "schema": "dflash-overhead-2",
+        "schema": "dflash-overhead-3",
         "command": "python -m bench.overhead",
         "machine": machine.card(),
         "tokens": TOKENS,
@@ -71,6 +73,7 @@ def measure(model: Any, rounds: int) -> dict[str, Any]:
         "ratio_cycle": median["block of 4"] / median["mlx_lm"],
         "ratio_cycle_kept": median["block of 4, kept"] / median["mlx_lm"],
         "rollback_share_of_cycle": (rejected - kept) / rejected,
+        "ratio_pipelined": median["draft, pipelined"] / median["draft, simple"],
     }
 
 
@@ -81,6 +84,7 @@ def show(name: str, row: dict[str, Any]) -> None:
         spread = f"(min {min(values):.0f}, max {max(values):.0f}, n {len(values)})"
         print(f"  {arm:17s} {median:8.0f} per second {spread}, {median / row['median_per_second']['mlx_lm']:.2f}")
     print(f"  of a cycle that rejects all, rollback is {row['rollback_share_of_cycle']:.0%}")
+    print(f"  pipelined cycles per second over simple ones with the same draft: {row['ratio_pipelined']:.2f}")
 
 
 def make_model(name: str) -> Any:
@@ -117,6 +121,38 @@ def make_model(name: str) -> Any:
     return model
 
 
+def make_draft(model: Any) -> Any:
+    """A random draft of two layers for one of the models."""
+    import mlx.core as mx
+
+    from dflash_mlx.config import DraftConfig
+    from dflash_mlx.draft.model import DraftModel
+    from dflash_mlx.targets import target_for
+
+    spec = target_for(model).spec
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": 2,
+        "intermediate_size": 2 * spec.hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": spec.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "num_target_layers": spec.n_layers,
+        "block_size": 4,
+        "dflash_config": {"target_layer_ids": [0, spec.n_layers - 1], "mask_token_id": spec.vocab_size - 1},
+    }
+    mx.random.seed(1)
+    draft = DraftModel(DraftConfig.from_dict(config))
+    draft.eval()
+    mx.eval(draft.parameters())
+    return draft
+
+
 def make_arms(model: Any) -> dict[str, Arm]:
     """name -> a fresh run whose items are steps or cycles."""
     import mlx.core as mx
@@ -128,7 +164,8 @@ def make_arms(model: Any) -> dict[str, Arm]:
     from dflash_mlx.decode import Session, decode
     from dflash_mlx.proposal import Proposal
     from dflash_mlx.proposers import NullProposer, Proposer
-    from dflash_mlx.sampling import Draws, SamplingPolicy
+    from dflash_mlx.proposers.block import BlockProposer
+    from dflash_mlx.sampling import Draws, Position, SamplingPolicy
     from dflash_mlx.targets import target_for
 
     target, prompt = target_for(model), [1, 2, 3, 4]
@@ -149,16 +186,33 @@ def make_arms(model: Any) -> dict[str, Arm]:
                 tokens[0] = (tokens[0] + 1) % 256
             return Proposal(mx.array(tokens, dtype=mx.int32))
 
-    def ours(proposer: Proposer, block_size: int, tokens: int) -> Iterator[Any]:
+    draft = make_draft(model)
+    told = mx.array([0] * len(prompt) + truth, mx.int32)
+
+    class Helped(BlockProposer):
+        """The draft runs, and what it says is replaced by the target's own tokens up to 0 to 3 of them."""
+
+        def _draft(self, anchor: mx.array, limit: int, position: Position) -> Proposal:
+            own, place = super()._draft(anchor, limit, position).tokens, mx.array(position).reshape(1)
+            right = told[place + mx.arange(limit)]
+            return Proposal(mx.where(mx.arange(limit) < place % 4, right, (right + 1 + 0 * own) % 256))
+
+    def ours(proposer: Proposer, block_size: int, tokens: int, pipelined: bool = False) -> Iterator[Any]:
         cache = TargetCache(target.make_entries(), 0)
         decider = make_decider(SamplingPolicy(), (), Draws(0))
-        return decode(Session(target, cache, proposer, decider, FixedBlock(block_size)), prompt, max_tokens=tokens)
+        session = Session(target, cache, proposer, decider, FixedBlock(block_size), pipelined=pipelined)
+        return decode(session, prompt, max_tokens=tokens)
+
+    def drafting(pipelined: bool) -> Iterator[Any]:
+        return ours(Helped(draft, target, draft.make_context()), 4, TOKENS, pipelined)
 
     return {
         "mlx_lm": lambda: generate_step(mx.array(prompt), model, max_tokens=TOKENS),
         "plain": lambda: ours(NullProposer(), 1, TOKENS),
         "block of 4": lambda: ours(Known(wrong=True), 4, TOKENS),
         "block of 4, kept": lambda: ours(Known(wrong=False), 4, TOKENS),
+        "draft, simple": lambda: drafting(False),
+        "draft, pipelined": lambda: drafting(True),
     }
 
 

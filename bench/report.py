@@ -48,10 +48,11 @@ def demo_table(result: dict[str, Any]) -> str:
 
 def overhead_table(result: dict[str, Any]) -> str:
     """The loop's own cost beside mlx_lm's, on a dense and on a hybrid model."""
+    compared = result["schema"] != "dflash-overhead-2"  # the first without pipelined cycles
     lines = [
         "| random model | mlx_lm, steps/s | ours without drafts | cycles of block 4, all rejected | all accepted "
-        "| rollback, share of a cycle that rejects all |",
-        "|---|---|---|---|---|---|",
+        "| rollback, share of a cycle that rejects all |" + " pipelined over simple cycles, with a draft |" * compared,
+        "|---|---|---|---|---|---|" + "---|" * compared,
     ]
     names = {"dense": "dense, 2 layers", "hybrid": "hybrid, 3 gated-delta layers + 1"}
     for name, row in result["models"].items():
@@ -60,6 +61,7 @@ def overhead_table(result: dict[str, Any]) -> str:
             f"| {names[name]} | {rate['mlx_lm']:.0f} | {rate['plain']:.0f} ({row['ratio_plain']:.2f}) "
             f"| {rate['block of 4']:.0f} ({row['ratio_cycle']:.2f}) "
             f"| {rate['block of 4, kept']:.0f} ({row['ratio_cycle_kept']:.2f}) | {row['rollback_share_of_cycle']:.0%} |"
+            + (f" {row['ratio_pipelined']:.2f}x |" if compared else "")
         )
     machine, runs = result["machine"], len(next(iter(result["models"].values()))["per_second"]["plain"])
     lines += [

@@ -21,6 +21,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from dflash_mlx.kernels import accept
+from dflash_mlx.kernels.choice import STOCK, Kernels
 from dflash_mlx.proposal import Proposal, Verdict
 from dflash_mlx.sampling import Draws, LogitsProcessor, Sampler, SamplingPolicy, log_probs
 
@@ -30,13 +32,20 @@ class Judgement:
     """A decision that is still on the device.
 
     packed: [n] int32, all that has to be read.
-    token:  [1] int32, the target's next token, which is known before the read because there were no drafts.
+    count:  [1] int32, how many tokens it makes: those of the verdict, unless that is uncertain or cut.
+    anchor: [1] int32, the last of them.
     unpack: the verdict from what was read.
     """
 
     packed: mx.array
-    token: mx.array | None
+    count: mx.array
+    anchor: mx.array
     unpack: Callable[[list[int]], Verdict]
+
+    @classmethod
+    def of_one(cls, token: mx.array, log_probs: mx.array) -> Judgement:
+        """Without drafts: [1] int32, the target's next token, and [1, V]."""
+        return cls(token, mx.array([1], mx.int32), token, lambda read: Verdict(0, tuple(read), log_probs))
 
 
 class Decider(Protocol):
@@ -77,27 +86,42 @@ class _Reader:
         return values.tolist()  # type: ignore[return-value]
 
 
+_NEVER = mx.array([], mx.int32)  # stop tokens and budget are the host's business here
+_UNLIMITED = mx.array([2**30], mx.int32)
+
+
 @dataclass
 class Matching(_Reader):
-    """Greedy decoding, or sample-and-match (rule B) at a temperature. One host read per block."""
+    """Greedy decoding, or sample-and-match (rule B) at a temperature. One host read per block.
+
+    kernels: what counts the agreeing drafts.
+    """
 
     policy: SamplingPolicy
     draws: Draws
+    kernels: Kernels = field(default=STOCK, kw_only=True)
 
     def judge(self, proposal: Proposal, logits: mx.array, position: int) -> Judgement:
         _check_rows(proposal, logits)
         rows = log_probs(logits)  # [K+1, V]
         want = _choose(self.policy, self.draws, rows, position)  # [K+1]
         if not len(proposal):
-            return Judgement(want, want, lambda read: Verdict(0, tuple(read), rows))
-        agree = (proposal.tokens == want[:-1]).astype(mx.int32)
-        kept = mx.cumprod(agree).sum(keepdims=True).astype(mx.int32)
+            return Judgement.of_one(want, rows)
+        if self.kernels.wired:
+            block = mx.concatenate([want[:1], proposal.tokens])[None]  # whatever the anchor is
+            call = (block, want[None], _NEVER, _UNLIMITED, 0, 1)
+            kept, commit, following, _ = self.kernels.run(accept.OPERATION, *call)
+            made, anchor = commit[0], following[0]
+        else:
+            agree = (proposal.tokens == want[:-1]).astype(mx.int32)
+            kept = mx.cumprod(agree).sum(keepdims=True).astype(mx.int32)
+            made, anchor = want, mx.take(want, kept)
 
         def unpack(read: list[int]) -> Verdict:
             count, *tokens = read
             return Verdict(count, tuple(tokens[: count + 1]), rows)
 
-        return Judgement(mx.concatenate([kept, want]), None, unpack)
+        return Judgement(mx.concatenate([kept, made]), kept + 1, anchor, unpack)
 
     def decide(
         self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
@@ -124,7 +148,7 @@ class Rejection(Matching):
         q_draft = mx.take_along_axis(q, drafts[:, None], axis=-1)[:, 0]
         u = self.draws.uniform("accept", position, len(proposal))
         # A draft that returned NaN has a NaN q: the comparison is false, so it is always rejected.
-        kept = mx.cumprod((u * q_draft < p_draft).astype(mx.int32)).sum(keepdims=True)  # [1]
+        kept = mx.cumprod((u * q_draft < p_draft).astype(mx.int32)).sum(keepdims=True).astype(mx.int32)  # [1]
         p_next = mx.take(p, kept, axis=0)  # [1, V]
         q_next = mx.take(mx.concatenate([q, mx.zeros_like(q[:1])]), kept, axis=0)
         rest = mx.maximum(p_next - q_next, 0)
@@ -136,7 +160,7 @@ class Rejection(Matching):
             count, *tokens = read
             return Verdict(count, (*tokens[:count], tokens[-1]), rows)
 
-        return Judgement(mx.concatenate([kept.astype(mx.int32), drafts, bonus]), None, unpack)
+        return Judgement(mx.concatenate([kept, drafts, bonus]), kept + 1, bonus, unpack)
 
 
 @dataclass
@@ -159,7 +183,7 @@ class Stepwise(_Reader):
         if len(proposal):
             return None
         rows, token = self._next(logits, position)
-        return Judgement(token, token, lambda read: Verdict(0, tuple(read), rows))
+        return Judgement.of_one(token, rows)
 
     def decide(
         self, proposal: Proposal, logits: mx.array, position: int, judgement: Judgement | None = None
@@ -211,6 +235,7 @@ def make_decider(
     *,
     rule: str = "rejection",
     stop: Collection[int] = (),
+    kernels: Kernels = STOCK,
 ) -> Decider:
     """The decider for these arguments; `rule` is "rejection" or "match" and matters only at a temperature."""
     if not isinstance(policy, SamplingPolicy):
@@ -219,8 +244,8 @@ def make_decider(
     if processors:
         return Stepwise(partial(_choose, policy, draws), tuple(processors), stop)
     if policy.greedy or rule == "match":
-        return Matching(policy, draws)
-    return Rejection(policy, draws)
+        return Matching(policy, draws, kernels=kernels)
+    return Rejection(policy, draws, kernels=kernels)
 
 
 def _choose(policy: SamplingPolicy, draws: Draws, logprobs: mx.array, position: int) -> mx.array:

@@ -1,7 +1,7 @@
 """`python -m dflash_mlx.generate`: text to stdout, everything else to stderr, one JSON object with --json.
 
 Heavy imports happen after the arguments are read, so --help and a wrong flag answer at once. The environment variable
-DFLASH_BLAS=off is --blas off; the library reads none but XDG_CACHE_HOME.
+DFLASH_BLAS=off is --blas off, and DFLASH_KERNELS is --kernels; the library reads none but XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("DFLASH_BLAS", "auto"),
         help="Linux: bind a real BLAS to MLX's CPU backend (default auto; DFLASH_BLAS sets it)",
     )
+    add_kernels_argument(group)
     group.add_argument("--draft-bits", type=int, choices=[4, 8], help="quantise the draft when it is loaded")
     sharing = f"with --draft-bits: weights that share a scale (default {_GROUP_SIZE})"
     group.add_argument("--draft-group-size", type=int, choices=[32, 64, 128], help=sharing)
@@ -55,12 +56,35 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gguf", help="the demo target's GGUF file, if it is on this machine already")
 
 
+def add_kernels_argument(group: Any) -> None:
+    """To a parser or a group of one."""
+    group.add_argument(
+        "--kernels",
+        default=os.environ.get("DFLASH_KERNELS") or "auto",
+        metavar="auto|off|NAME,...",
+        help="Metal kernels: those that are right and faster here (auto, default), none, or only the named ones "
+        "(DFLASH_KERNELS sets it)",
+    )
+
+
 def check_model_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends the program with status 2 for what `add_model_arguments` read and argparse cannot check."""
     if args.blas not in ("auto", "off"):
         parser.error(f"DFLASH_BLAS has to be auto or off, got {args.blas!r}")
+    check_kernels_argument(parser, args)
     if args.draft_group_size is not None and args.draft_bits is None:
         parser.error("--draft-group-size is for a draft that is quantised: pass --draft-bits too, or leave it out")
+
+
+def check_kernels_argument(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with status 2 for names that are none; MLX is imported only if there are names."""
+    if args.kernels not in ("auto", "off"):
+        from dflash_mlx.kernels.gate import parse_wish
+
+        try:
+            parse_wish(args.kernels)
+        except ValueError as error:
+            parser.error(str(error).replace("`kernels`", "--kernels or DFLASH_KERNELS"))
 
 
 def _one_or_more(text: str) -> int:
@@ -103,6 +127,8 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--exact", action="store_true", help=deciding)
     refusing = "stop with an error if there is no draft, or if it turns out not to work, instead of decoding plainly"
     parser.add_argument("--strict", action="store_true", help=refusing)
+    drafting = "submit the next draft before reading what was accepted; the same greedy text, not measured on a Mac"
+    parser.add_argument("--pipelined", action="store_true", help=drafting)
     group = parser.add_argument_group("memory")
     group.add_argument("--kv-bits", type=int, help="quantise keys and values of attention layers: 8 or 4, say")
     group.add_argument("--kv-group-size", type=int, default=64, help="values that share a scale (default 64)")
@@ -206,6 +232,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         draft=None if args.draft == "none" else args.draft,
         dtype=args.dtype,
         blas=args.blas,
+        kernels=args.kernels,
         gguf=args.gguf,
         revision=args.revision,
         draft_revision=args.draft_revision,

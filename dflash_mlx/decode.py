@@ -4,161 +4,34 @@ State between cycles: the anchor is the last committed token and is not in the t
 
     propose K drafts -> target forward over [anchor, drafts] -> decide -> commit the t tokens that are kept
 
-Invariant: base + len(tokens) == cache.length + 1, and the draft's context covers cache.length positions. Between
-anchor and verdict everything stays lazy; the decider's read is the only host synchronisation of a cycle. Cut at
+Between anchor and verdict everything stays lazy; the decider's read is the only host synchronisation of a cycle. Cut at
 the budget or a stop token first, commit second, yield third: nothing beyond the end is ever held or shown.
+
+While the host waits for a verdict, and turns it into text, the device should have work. What it gets:
+
+    without drafts    the next step, submitted before this one is read (`_step_ahead`)
+    simple cycle      the next draft, submitted after the verdict is read (`_propose`)
+    pipelined cycle   the next draft, submitted before: how many tokens survive, and which is the anchor, stay on the
+                      device (`_draft_ahead`). Where the verdict turns out to want another draft it is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_mlx.accept import Decider, Judgement
-from dflash_mlx.blocksize import BlockSchedule
-from dflash_mlx.cache import TargetCache
+from dflash_mlx.accept import Judgement
 from dflash_mlx.proposal import Proposal, Verdict
-from dflash_mlx.proposers import Proposer
-from dflash_mlx.stats import Stats, Timings
-from dflash_mlx.targets import Forward, Target
+from dflash_mlx.session import Commit as Commit
+from dflash_mlx.session import Session as Session
+from dflash_mlx.targets import Forward
 
 UNLIMITED = 1 << 62  # max_tokens = -1
 _CLEAR_EVERY = 256  # emitted tokens between two returns of MLX's buffer pool
 _FLUSH_EVERY = 32  # cycles after which a context that no draft has read yet is computed
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Tokens that became final together.
-
-    cycle 0 is the token that prefill gave; then accepted drafts and one correction or bonus per cycle.
-    """
-
-    tokens: tuple[int, ...]
-    accepted: int
-    drafted: int
-    cycle: int
-    log_probs: tuple[mx.array, ...]  # [V] per token
-    finish_reason: str | None = None  # "stop" or "length" on the last commit
-
-
-@dataclass
-class Session:
-    """One request's state: what the loop needs and what a prompt cache keeps.
-
-    tokens:  host truth of positions base, base + 1, ...; shared with the caller's prompt cache if there is one.
-    borders: positions at which prefill ends a chunk and calls `at_border`; the end of prefill is one too.
-    """
-
-    target: Target
-    cache: TargetCache
-    proposer: Proposer
-    decider: Decider
-    schedule: BlockSchedule
-    tokens: list[int] = field(default_factory=list)
-    base: int = 0
-    stats: Stats = field(default_factory=Stats)
-    timings: Timings = field(default_factory=Timings)
-    last: Commit | None = None  # whose tokens are being delivered; None while a cycle runs
-    borders: Collection[int] = ()
-    at_border: Callable[[], None] | None = None
-    _delivered: int = 0  # of `tokens`, those that the caller was given, and the prompt
-    _observed: list[mx.array] = field(default_factory=list)  # features of the last `keep`
-
-    def __post_init__(self) -> None:
-        self._delivered = len(self.tokens)
-
-    @property
-    def position(self) -> int:
-        """Absolute position of the next token."""
-        return self.base + len(self.tokens)
-
-    def forward(self, ids: mx.array) -> Forward:
-        """Run [T] ids inside a new transaction, which the caller commits or aborts."""
-        self.cache.begin(ids.size)
-        return self.target.forward(ids[None], self.cache, self.proposer.taps)
-
-    def keep(self, forward: Forward, count: int, tokens: Sequence[int] = (), *, undelivered: int = 0) -> None:
-        """Commit the first `count` positions of a forward, and the tokens that are known with them.
-
-        In this order, so that an exception at any point leaves something that `retract` can put right.
-        """
-        self.cache.commit(count)
-        self.know(tokens, undelivered)
-        features = None if forward.features is None else forward.features[:, :count]
-        self.proposer.observe(features)
-        self._observed = [] if features is None else [features]
-
-    def know(self, tokens: Sequence[int], undelivered: int) -> None:
-        """`tokens` follow; the last `undelivered` of them have not been passed on."""
-        self._delivered = len(self.tokens) + len(tokens) - undelivered
-        self.tokens.extend(tokens)
-
-    @property
-    def undelivered(self) -> int:
-        """Tokens at the end that the caller was not given."""
-        return max(len(self.tokens) - self._delivered, 0)
-
-    @undelivered.setter
-    def undelivered(self, count: int) -> None:
-        self._delivered = len(self.tokens) - count
-
-    def pending(self, ahead: Forward | None) -> list[mx.array]:
-        """What is left to compute of the last commit, and of a forward that is one step ahead."""
-        features = [] if ahead is None or ahead.features is None else [ahead.features]
-        pending, self._observed = [*self.cache.pending, *self._observed, *features], []
-        return pending
-
-    def retract(self) -> None:
-        """Take back what was never delivered: cache and tokens hold exactly what the caller got.
-
-        Of a block that was not delivered at all the anchor's row may stay, since that token was.
-        """
-        if self.cache.closed is not None:
-            return
-        count, commit = self.undelivered, self.last
-        if count:
-            del self.tokens[-count:]
-        drop = self.cache.length - (self.position - 1 if count else self.position)
-        if drop > 0 and self.cache.kept > 1:
-            self.cache.shrink(max(self.cache.kept - drop, 1))
-        self.proposer.trim_to(self.cache.length)
-        if count and commit is not None and commit.cycle:
-            self.stats.retract(
-                drafted=commit.drafted,
-                accepted=commit.accepted,
-                emitted=len(commit.tokens),
-                delivered=len(commit.tokens) - count,
-            )
-
-    def settle(self) -> None:
-        """Write the anchor too, so that an mlx_lm cache list holds every returned token, as after mlx_lm."""
-        if self.position == self.cache.length + 1:
-            try:
-                self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
-            finally:
-                self.undo()
-        self.finish()
-
-    def finish(self) -> None:
-        """Leave the cache as mlx_lm would: what is due is quantised, nothing is lazy."""
-        if self.cache.closed is None:
-            self.cache.quantize()
-        self.evaluate()
-
-    def undo(self) -> None:
-        """Drop a forward that was not committed."""
-        if self.cache.is_open:
-            self.cache.abort()
-
-    def evaluate(self) -> None:
-        """Leave nothing lazy behind: another thread may use the cache next."""
-        if self.cache.closed is None:
-            self.cache.evaluate()
-        self.proposer.evaluate()
 
 
 def decode(
@@ -190,46 +63,49 @@ def decode(
         s.stats.emitted = 1
         commit = _commit(s, nothing, verdict, _finish(verdict, max_tokens, stop))
         ahead: _Step | None = None
+        drafted: _DraftAhead | None = None
         while True:
             remaining = max_tokens - s.stats.emitted
             # The next draft runs while the caller turns this commit into text; it is dropped if the caller stops.
             again = verdict.uncertain  # the next position was too close for a block to call
-            proposal = nothing if commit.finish_reason or ahead or again else _propose(s, remaining)
+            proposal = nothing if commit.finish_reason or ahead or again else _propose(s, remaining, drafted)
             # So does what the commit left to do: the caller may go on in another thread, which can compute nothing of
             # this one's.
-            mx.async_eval(proposal.tokens, *commit.log_probs, *s.pending(ahead.forward if ahead else None))
+            mx.async_eval(*proposal.arrays, *commit.log_probs, *s.pending(ahead.forward if ahead else None))
             yield commit
             if commit.finish_reason:
                 return
             s.last = None
             step = ahead or _verify(s, proposal, mx.array(s.tokens[-1:], mx.int32), s.position)
             ahead = _step_ahead(s, step, remaining)
+            drafted = None if ahead else _draft_ahead(s, step, remaining)
             verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
             forward = step.forward
             if not verdict.tokens:  # not even the first row was clear
                 s.undo()
                 single = _verify(s, nothing, mx.array(s.tokens[-1:], mx.int32), s.position)
                 verdict = s.decider.decide(nothing, single.logits, s.position, single.judgement)
-                forward, again = single.forward, True
+                forward, again, drafted = single.forward, True, None
             s.stats.rechecked += again
             verdict = verdict.truncate(remaining, stop)
+            made = len(verdict.tokens)
             now = s.timings.clock()
             s.schedule.record(
                 drafted=len(step.proposal),
                 accepted=None if again or verdict.uncertain else verdict.accepted,
-                emitted=len(verdict.tokens),
+                emitted=made,
                 seconds=now - read_at,
                 position=s.position,
             )
             read_at = now
             finish = _finish(verdict, remaining, stop)
             if ahead is None:
-                s.keep(forward, len(verdict.tokens), verdict.tokens, undelivered=len(verdict.tokens))
+                s.keep(forward, made, verdict.tokens, undelivered=made, drafter=s.drafter if drafted else None)
             else:
                 s.know(verdict.tokens, 1)
-            s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=len(verdict.tokens))
+            s.stats.record(drafted=len(step.proposal), accepted=verdict.accepted, emitted=made)
             s.stats.host_syncs = s.decider.host_reads - prefill_reads
-            _housekeeping(s, len(verdict.tokens))
+            _housekeeping(s, made)
             commit = _commit(s, step.proposal, verdict, finish)
     finally:  # an exception, an interrupt, or a caller who stopped: nothing half-written stays
         s.undo()
@@ -266,14 +142,38 @@ def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:
 
     None if there is no next step, or if it needs the host. Otherwise this step is committed and the next one open.
     """
-    token = step.judgement.token if step.judgement else None
-    if token is None or remaining < 2 or s.schedule.limit():
+    judged = step.judgement
+    if judged is None or len(step.proposal) or remaining < 2 or s.schedule.limit():
         return None
     s.keep(step.forward, 1)
-    ahead = _verify(s, step.proposal, token, s.position + 1)
+    ahead = _verify(s, step.proposal, judged.anchor, s.position + 1)
     if ahead.judgement is not None:
         mx.async_eval(ahead.judgement.packed)
     return ahead
+
+
+@dataclass(frozen=True)
+class _DraftAhead:
+    """A proposal of `limit` drafts asked for, submitted before the verdict that it follows was read."""
+
+    proposal: Proposal
+    limit: int
+
+
+def _draft_ahead(s: Session, step: _Step, remaining: int) -> _DraftAhead | None:
+    """The pipelined cycle: submit this verification and, on top of it, the next draft, before anything is read.
+
+    None if that is not wanted, if proposer or decider cannot, or if no drafts follow.
+    """
+    drafter, judged = s.drafter, step.judgement
+    limit = min(s.schedule.limit(), remaining - 2)  # at least one token comes before
+    if drafter is None or judged is None or limit < 1:
+        return None
+    mx.async_eval(judged.packed)  # first and alone: to read one of several arrays is to wait for all of them
+    proposal = drafter.propose_after(step.forward.features, judged.count, judged.anchor, limit, s.position)
+    proposal = proposal.within(s.target.spec.vocab_size)
+    mx.async_eval(*proposal.arrays)
+    return _DraftAhead(proposal, limit)
 
 
 def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | None) -> mx.array:
@@ -312,9 +212,12 @@ def _prefill(s: Session, prompt: Sequence[int], step: int, progress: Progress | 
     return logits
 
 
-def _propose(s: Session, remaining: int) -> Proposal:
+def _propose(s: Session, remaining: int, drafted: _DraftAhead | None) -> Proposal:
+    """The next proposal: the one that was drafted ahead, if it is as long as is wanted by now."""
     room = s.cache.room
     limit = min(s.schedule.limit(), remaining - 1, UNLIMITED if room is None else room - 1)
+    if drafted is not None and drafted.limit == limit:
+        return drafted.proposal
     return s.proposer.propose(s.tokens[-1], limit, s.position).within(s.target.spec.vocab_size)
 
 

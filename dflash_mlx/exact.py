@@ -51,4 +51,4 @@ class Cautious(Matching):
             # All tokens before the last were accepted drafts, and at least the last is not clear.
             return Verdict(count, verdict.tokens[:count], verdict.log_probs, uncertain=True)
 
-        return Judgement(mx.concatenate([clear, plain.packed]), None, unpack)
+        return Judgement(mx.concatenate([clear, plain.packed]), plain.count, plain.anchor, unpack)

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from dflash_mlx import blas
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.options import Options
+from dflash_mlx.sampling import SamplingPolicy
 from dflash_mlx.targets import Target
 
 
@@ -23,6 +24,18 @@ def why_plain(draft: DraftModel | None, options: Options, dtype: mx.Dtype) -> st
         return f"in an earlier request {draft.fault}"
     if options.mode == "auto" and mx.default_device() == mx.cpu:
         return _why_not_on_cpu(dtype)
+    return None
+
+
+def why_not_pipelined(options: Options, speculates: bool) -> str | None:
+    """Why the next draft has to wait for the verdict, or None."""
+    if not speculates:
+        return "there are no drafts."
+    if not isinstance(options.policy, SamplingPolicy) or options.processors:
+        return (
+            "this sampler, or the logits processors, are applied position by position, with the host in between. Use "
+            "dflash_mlx.make_sampler, without processors."
+        )
     return None
 
 
@@ -51,11 +64,19 @@ def _why_not_on_cpu(dtype: mx.Dtype) -> str | None:
     return None
 
 
-def request_notes(options: Options, reason: str | None, unseen: bool, adaptive: bool) -> tuple[str, ...]:
-    """What the user should know about what runs: reasons first."""
+def request_notes(
+    options: Options, reason: str | None, simple: str | None, unseen: bool, adaptive: bool
+) -> tuple[str, ...]:
+    """What the user should know about what runs: reasons first.
+
+    Args:
+        reason, simple: why decoding is plain, and why cycles are not pipelined, or None.
+    """
     notes = []
     if reason is not None and options.mode == "auto":
         notes.append(f"plain decoding: {reason}")
+    if simple is not None and options.pipelined:
+        notes.append(f"cycles are not pipelined: {simple}")
     if unseen:
         notes.append(
             "the draft has not seen all that the prompt cache holds, so it accepts less; keep one "

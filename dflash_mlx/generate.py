@@ -31,6 +31,7 @@ from dflash_mlx.cache import KVQuantization
 from dflash_mlx.decode import Commit, Progress, Session, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.health import Watch
+from dflash_mlx.kernels.choice import Kernels
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.report import summary_lines
@@ -53,6 +54,7 @@ class GenerationResponse(MlxLmResponse):
     cycle:         0 = the token that prefill gave; tokens of one cycle share the number.
     accepted, drafted: of that cycle.
     block_size:    anchor + drafts per cycle; 1 for plain decoding.
+    pipelined:     whether the next draft is submitted before the verdict is read.
     cached_tokens: positions that were already in the cache.
     recomputed_tokens: positions that a `PromptCache` held too, and that were read again because the target cannot go
         back to where the conversation changed.
@@ -64,6 +66,7 @@ class GenerationResponse(MlxLmResponse):
     accepted: int = 0
     drafted: int = 0
     block_size: int = 1
+    pipelined: bool = False
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     stats: Stats = field(default_factory=Stats)
@@ -94,6 +97,8 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     strict: bool = False,
+    pipelined: bool = False,
+    kernels: str | Kernels = "auto",
     input_embeddings: mx.array | None = None,
     requested_at: float | None = None,
 ) -> Generator[GenerationResponse]:
@@ -123,6 +128,10 @@ def stream_generate(
             states stay as they are. The tokens are those of plain decoding with the same three.
         strict: a draft that turns out not to work (NaN, or nothing of it accepted) raises `DraftFault`; otherwise
             decoding goes on plainly, with a note.
+        pipelined: submit the next draft before the host reads what was accepted, so that the device does not wait for
+            it. The same greedy text, and the same draws; not measured on Apple hardware.
+        kernels: for blocks of drafts: "auto" runs the Metal kernels that `load` found right and faster here, "off"
+            none, names ("qmm_small_m,sdpa_rows") only these. Without Metal all are off.
     Raises:
         ValueError: an argument is out of range or not honoured; the message names it.
         DFlashError: the models do not fit together or are not supported.
@@ -149,6 +158,8 @@ def stream_generate(
         requested_at=requested_at,
         exact=exact,
         strict=strict,
+        pipelined=pipelined,
+        kernels=kernels,
         quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
     request = plan(model, draft_model, options, prompt_cache)
@@ -248,6 +259,7 @@ def _template(request: Request, session: Session, prompt_tokens: int, notes: tup
         mode=request.mode,
         notes=notes,
         block_size=request.block_size,
+        pipelined=request.pipelined,
         cached_tokens=session.cache.length,
         recomputed_tokens=0 if request.prompt_cache is None else request.prompt_cache.recomputed,
         stats=session.stats,

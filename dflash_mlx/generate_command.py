@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, prompt: str) -> int:
         rule=args.rule,
         exact=args.exact,
         strict=args.strict,
+        pipelined=args.pipelined,
+        kernels=args.kernels,
         **request,
     )
     answer, last, status = Answer(Segments.for_prompt(tokenizer, ids)), None, 0

@@ -6,6 +6,7 @@ rollback is refused by name before the first token.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -180,50 +181,88 @@ class WindowState:
 class Replay(Protocol):
     """Brings a recurrent entry from its checkpoint to where `count` rows of the recorded block lead.
 
-    The adapters' replay runs the layer's own module again (reference); a kernel that wrote a tape while it verified
-    is another one.
+    The adapters' replay runs the layer's own module again (reference); a layer that keeps a `Tape` needs none.
     """
 
     def __call__(self, count: int) -> object: ...
+
+
+class Tape(Protocol):
+    """What a layer wrote down of a block while it ran: enough for its state after any number of the rows."""
+
+    def after(self, count: int) -> list[mx.array]:
+        """The entry's arrays after the first `count` rows, not computed yet, from what the forward computed."""
+        ...
+
+
+class Deferred:
+    """An entry's arrays after `count` rows of a tape, which nobody may ever need: the next block takes the tape."""
+
+    def __init__(self, tape: Tape, count: int) -> None:
+        self.tape, self.count = tape, count
+        self.arrays: list[Any] = tape.after(count)
+        self._thread = threading.get_ident()  # the only one that could compute them
+
+    def fills(self, entry: ArraysCache) -> bool:
+        """Whether the entry still holds these very arrays."""
+        return all(held is own for held, own in zip(entry.cache, self.arrays, strict=True))
+
+    def here(self) -> Deferred:
+        """The same, for this thread to compute."""
+        return self if self._thread == threading.get_ident() else Deferred(self.tape, self.count)
 
 
 class RecurrentState:
     """A state that its layer replaces at every step: gated delta rule, Mamba-2, short convolution.
 
     mlx_lm puts new arrays into the entry and never writes into old ones, so references are a free checkpoint. To keep
-    part of a block its rows are replayed from there: `record` says how.
+    part of a block its rows are replayed from there: `record` says how. A layer that records a `Tape` leaves the entry
+    alone; it gets its arrays when the block is kept, and whoever reads them has the replay computed. The layer's next
+    block does not: it starts from `deferred`.
     """
 
     needs_snapshot = True
 
     def __init__(self, entry: ArraysCache) -> None:
         self.entry = entry
+        self.deferred: Deferred | None = None  # what the entry holds, where that is the end of a tape
         self._before = list(entry.cache)
         self._width = 0
-        self._replay: Replay | None = None
+        self._record: Replay | Tape | None = None
 
     def begin(self, width: int) -> None:
-        self._before, self._width, self._replay = list(self.entry.cache), width, None
+        self._refresh()
+        self._before, self._width, self._record = list(self.entry.cache), width, None
 
-    def record(self, replay: Replay) -> None:
-        """The layer ran in this transaction; `replay(count)` leads to the state after its first `count` rows."""
-        self._replay = replay
+    def record(self, record: Replay | Tape) -> None:
+        """The layer ran in this transaction; the record leads to the state after its first rows."""
+        self._record = record
 
     def keep(self, count: int) -> None:
+        record = self._record
+        if record is not None and not callable(record):
+            self.deferred = Deferred(record, count)
+            self.entry.cache = list(self.deferred.arrays)
+            self._before = []  # frees the block before
+            return
+        self.deferred = None
         if count == self._width:
             return  # what the forward left is what is kept; a later call with fewer starts from the checkpoint
-        if self._replay is None:
+        if record is None:
             raise CacheStateError("A recurrent layer was not recorded in this block, so it cannot be cut back.")
         self.entry.cache = list(self._before)
-        self._replay(count)
+        record(count)
 
     def abort(self) -> None:
         self.entry.cache = list(self._before)
 
     def release(self) -> None:
-        self._before, self._replay = [], None
+        self._refresh()
+        self._before, self._record, self.deferred = [], None, None
 
     def pending(self) -> list[mx.array]:
+        if self.deferred is not None:
+            return []  # the forward that wrote the tape computed what the next block needs
         arrays: list[mx.array | None] = self.entry.cache  # type: ignore[assignment]
         return [array for array in arrays if array is not None]
 
@@ -238,6 +277,14 @@ class RecurrentState:
 
     def restore(self, snapshot: ArraysCache, length: int) -> None:
         self.entry.state = _copy(snapshot).state
+
+    def _refresh(self) -> None:
+        """The entry may have been given other arrays, and this thread may not be the one that kept the block."""
+        if self.deferred is None or not self.deferred.fills(self.entry):
+            self.deferred = None
+            return
+        self.deferred = self.deferred.here()
+        self.entry.cache = list(self.deferred.arrays)
 
 
 def _copy(entry: Any) -> Any:

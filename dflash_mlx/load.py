@@ -27,11 +27,14 @@ from dflash_mlx.draft.quantize import DraftOptions
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Progress, Source, find
+from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.gate import parse_wish, select
 from dflash_mlx.load_target import load_target, load_tokenizer
 from dflash_mlx.pairing import preflight
 from dflash_mlx.pairing.preflight_target import check_target
 from dflash_mlx.pairing.registry import DEMO
 from dflash_mlx.pairing.resolve import Resolution, resolve
+from dflash_mlx.proposers.cases import cases_of_pair
 from dflash_mlx.targets import target_for
 
 DTYPES = ("float32", "bfloat16", "float16", "packed")
@@ -57,6 +60,7 @@ def load(
     draft_window: int | None = None,
     dtype: str | None = None,
     blas: str = "auto",
+    kernels: str | Kernels = "auto",
     gguf: str | Path | None = None,
     cache_dir: str | Path | None = None,
     progress: Progress | None = None,
@@ -77,6 +81,8 @@ def load(
         dtype: "float32", "bfloat16" or "float16" for the floating parameters; default as stored, and for "demo"
             what decodes fastest here. "packed" (demo only) keeps its 4-bit weights.
         blas: "auto" binds a real BLAS to MLX's CPU backend on Linux; "off" does not.
+        kernels: as in `stream_generate`. With Metal and a draft, the kernels that the pair can use and that were not
+            tried on this machine yet are raced against stock here, once; the result is remembered.
         gguf, cache_dir: for "demo": the GGUF file to use, and where converted models are kept.
         progress: called with (what is being done, share done or None).
     Returns:
@@ -102,6 +108,7 @@ def load(
         _refuse_unused(for_draft, "a load without a draft")
     options = DraftOptions(draft_bits, draft_group_size, draft_dtype, draft_window)
     _check_choices(dtype, blas, is_demo)
+    parse_wish(kernels)
     tell = progress or (lambda message, share: None)
     threads.leave_cleanly()
     _prepare_cpu(blas)
@@ -139,7 +146,14 @@ def load(
             loaded = _load_draft(draft_folder, resolution, options, model, tokenizer, target.name)
     if loaded is not None and adapter_path is not None:
         loaded.notes += ("an adapter changes the target and the draft does not know it: acceptance may be lower",)
+    if loaded is not None:
+        _race(model, loaded, select(kernels), tell)
     return (model, tokenizer, *((loaded,) if returns_draft else ()), *((config,) if return_config else ()))
+
+
+def _race(model: nn.Module, draft: DraftModel, kernels: Kernels, tell: Progress) -> None:
+    if kernels.wired:
+        kernels.prepare(cases_of_pair(model, draft, kernels), tell)
 
 
 @contextmanager

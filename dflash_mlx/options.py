@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dflash_mlx.cache import KVQuantization
+from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.gate import parse_wish
 from dflash_mlx.sampling import LogitsProcessor, Sampler, SamplingPolicy
 
 MODES = ("auto", "dflash", "plain")
@@ -22,6 +24,8 @@ class Options:
     requested_at: `time.perf_counter()` when the user asked; None is when the request starts.
     exact:        decide near-ties again by single rows; a number is the margin in log-probability.
     strict:       raise if the draft turns out not to work, instead of decoding plainly.
+    pipelined:    submit the next draft before the verdict is read (`dflash_mlx.decode`), where that can be done.
+    kernels:      "auto", "off", names of operations separated by commas, or what `kernels.gate.select` returned.
 
     Raises:
         ValueError: an argument is out of range; names it, the legal range and the value.
@@ -39,6 +43,8 @@ class Options:
     exact: bool | float = False
     quantization: KVQuantization | None = None
     strict: bool = False
+    pipelined: bool = False
+    kernels: str | Kernels = "auto"
 
     def __post_init__(self) -> None:
         if not _is_integer(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:
@@ -52,10 +58,13 @@ class Options:
             raise ValueError(f"`mode` has to be one of {', '.join(MODES)}, got {self.mode!r}.")
         if self.rule not in RULES:
             raise ValueError(f"`rule` has to be one of {', '.join(RULES)}, got {self.rule!r}.")
+        if not isinstance(self.pipelined, bool):
+            raise ValueError(f"`pipelined` has to be True or False, got {self.pipelined!r}.")
         if self.exact is not False:
             self._check_exact()
         if self.quantization is not None:
             _check_quantization(self.quantization)
+        parse_wish(self.kernels)
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, bool | int | float) or not 0 < self.exact < float("inf"):

@@ -25,6 +25,11 @@ class Proposal:
     def __len__(self) -> int:
         return self.tokens.size
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that may be left to compute."""
+        return [self.tokens] if self.probs is None else [self.tokens, self.probs]
+
     def within(self, vocab_size: int) -> Proposal:
         """The same proposal with ids that can be embedded: one outside 0..vocab_size-1 becomes id 0.
 

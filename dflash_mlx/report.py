@@ -71,6 +71,7 @@ def as_json(last: GenerationResponse, answer: Answer, check: Divergence | None =
         "draft_acceptance_rate": stats.draft_acceptance_rate,
         "acceptance_histogram": {str(k): stats.histogram[k] for k in sorted(stats.histogram)},
         "block_size": last.block_size,
+        "pipelined": last.pipelined,
         "host_syncs": stats.host_syncs,
         "rechecked": stats.rechecked,
         "peak_memory_gb": last.peak_memory,
@@ -92,10 +93,8 @@ def summary_lines(last: GenerationResponse) -> list[str]:
     if last.mode == "dflash" or drafting:
         rate = stats.draft_acceptance_rate
         share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
-        length = stats.mean_acceptance_length
-        lines.append(
-            f"dflash: block {last.block_size}, {_number(length)} tokens per cycle over {drafting} cycles, {share}"
-        )
+        length, block = stats.mean_acceptance_length, f"{last.block_size}{', pipelined' if last.pipelined else ''}"
+        lines.append(f"dflash: block {block}, {_number(length)} tokens per cycle over {drafting} cycles, {share}")
         if stats.plain_steps > 1:
             lines.append(f"and {stats.plain_steps} plain steps, to rest from drafts that do not pay or to measure")
         if stats.rechecked:

@@ -21,12 +21,15 @@ from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError, DraftFault
 from dflash_mlx.exact import Cautious
-from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_plain
+from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_not_pipelined, why_plain
 from dflash_mlx.health import Patient, Watch
+from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.gate import select
 from dflash_mlx.options import Options
 from dflash_mlx.prompt_cache import PromptCache
 from dflash_mlx.proposers import NullProposer, Proposer
 from dflash_mlx.proposers.block import BlockProposer
+from dflash_mlx.proposers.cases import cases_of_pair
 from dflash_mlx.sampling import Draws, SamplingPolicy
 from dflash_mlx.stats import Timings
 from dflash_mlx.targets import Target, target_for
@@ -40,6 +43,8 @@ class Request:
     mode:       "dflash" or "plain".
     block_size: 1 for plain.
     adaptive:   rest from speculating where it does not pay.
+    pipelined:  submit the next draft before the verdict is read.
+    kernels:    what runs blocks; single rows are stock MLX, and so is plain decoding.
     """
 
     target: Target
@@ -51,6 +56,8 @@ class Request:
     options: Options
     prompt_cache: PromptCache | None
     entries: list | None  # an mlx_lm cache list of the caller's
+    kernels: Kernels = STOCK
+    pipelined: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -119,6 +126,7 @@ class Request:
             schedule=self._schedule(proposer, tokens),
             tokens=tokens,
             base=base,
+            pipelined=self.pipelined,
             timings=Timings(start=options.requested_at),
         )
         if held is not None:
@@ -131,8 +139,8 @@ class Request:
     def _decider(self, draws: Draws, stop: Collection[int]) -> Decider:
         policy, options = self.options.policy, self.options
         if options.exact and self.mode == "dflash" and isinstance(policy, SamplingPolicy):
-            return Cautious(policy, draws, options.margin)
-        return make_decider(policy, options.processors, draws, rule=options.rule, stop=stop)
+            return Cautious(policy, draws, options.margin, kernels=self.kernels)
+        return make_decider(policy, options.processors, draws, rule=options.rule, stop=stop, kernels=self.kernels)
 
     def _schedule(self, proposer: Proposer, tokens: list[int]) -> BlockSchedule:
         if self.mode != "dflash" or self.draft is None:
@@ -153,8 +161,8 @@ class Request:
         if context is None:
             context = self.draft.make_context(cache.length)
         if self.options.samples_drafts and isinstance(self.options.policy, SamplingPolicy):
-            return BlockProposer(self.draft, self.target, context, self.options.policy, draws)
-        return BlockProposer(self.draft, self.target, context)
+            return BlockProposer(self.draft, self.target, context, self.options.policy, draws, self.kernels)
+        return BlockProposer(self.draft, self.target, context, None, None, self.kernels)
 
     def close(self, session: Session) -> None:
         """However the request ended: drop what was not delivered, leave nothing lazy in a cache that is kept."""
@@ -209,22 +217,27 @@ def plan(
     speculates = draft is not None and reason is None
     _check_max_kv_size(options, held, speculates)
     adaptive = speculates and options.mode == "auto" and options.block_size is None
+    simple = why_not_pipelined(options, speculates)
+    kernels = select(options.kernels) if speculates else STOCK
     return Request(
-        target=target,
+        target=target_for(model, kernels),
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
         notes=(
-            *request_notes(options, reason if draft else None, speculates and _unseen(held, entries), adaptive),
+            *request_notes(options, reason if draft else None, simple, speculates and _unseen(held, entries), adaptive),
             *kv_notes,
             *target_notes(target, speculates),
             *(draft.notes if draft is not None and speculates else ()),
             *((blas.status().note,) if blas.status().active else ()),
+            *(kernels.notes(cases_of_pair(model, draft, kernels)) if draft is not None and speculates else ()),
         ),
         block_size=block_size if speculates else 1,
         adaptive=adaptive and not options.text_depends_on_blocks,
+        pipelined=options.pipelined and simple is None,
         options=options,
         prompt_cache=held,
         entries=entries,
+        kernels=kernels,
     )
 
 

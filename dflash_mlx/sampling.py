@@ -21,6 +21,7 @@ from mlx_lm import sample_utils
 _FLOAT32_MAX = 3.4e38
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Position = int | mx.array  # absolute; on the device [1] int32, and the draws are the same
 
 
 def log_probs(logits: mx.array) -> mx.array:
@@ -176,15 +177,18 @@ class Draws:
             return cls(policy.seed or 0)
         return cls(int(mx.random.randint(0, 2**31 - 1).item()))  # type: ignore[arg-type]
 
-    def key(self, purpose: str, position: int) -> mx.array:
+    def key(self, purpose: str, position: Position) -> mx.array:
         low, high = _base_key(self.seed, purpose)
+        if isinstance(position, mx.array):  # uint32 wraps as below
+            low_word = position.astype(mx.uint32) + mx.array(low, mx.uint32)
+            return mx.concatenate([low_word, mx.array([high], mx.uint32)])
         return mx.array([(low + position) % 2**32, high], dtype=mx.uint32)
 
-    def uniform(self, purpose: str, position: int, count: int) -> mx.array:
+    def uniform(self, purpose: str, position: Position, count: int) -> mx.array:
         """[count] float32 in [0, 1)."""
         return mx.random.uniform(shape=(count,), key=self.key(purpose, position))
 
-    def categorical(self, log_weights: mx.array, purpose: str, position: int) -> mx.array:
+    def categorical(self, log_weights: mx.array, purpose: str, position: Position) -> mx.array:
         """[R, V] -> [R] int32; row i is drawn with the key of `position + i`."""
         rows, width = log_weights.shape
         noise = mx.stack([mx.random.gumbel(shape=(width,), key=self.key(purpose, position + i)) for i in range(rows)])

@@ -122,13 +122,15 @@ def draft() -> DraftModel:
     return tiny_draft()
 
 
-def greedy_session(name: str, proposer=None, block_size: int = 4, dtype: mx.Dtype = mx.float32) -> Session:
+def greedy_session(
+    name: str, proposer=None, block_size: int = 4, dtype: mx.Dtype = mx.float32, pipelined: bool = False
+) -> Session:
     """A fresh session over a tiny target."""
     target = target_for(tiny(name, dtype))
     decider = make_decider(SamplingPolicy(), (), Draws(0))
     cache = TargetCache(target.make_entries(), 0)
     schedule = FixedBlock(block_size if proposer else 1)
-    return Session(target, cache, proposer or NullProposer(), decider, schedule)
+    return Session(target, cache, proposer or NullProposer(), decider, schedule, pipelined=pipelined)
 
 
 def tokens_of(commits) -> list[int]:

@@ -288,19 +288,46 @@ class ScriptedProposer:
         self.cycle = 0
         self.offset: int | None = None  # position of truth[0]
         self.observed: list[mx.array] = []
+        self._drafted = False  # ahead, for cycle - 1
+        self._unsettled: mx.array | None = None
 
     def propose(self, anchor: int, limit: int, position: int):
         from dflash_mlx.proposal import Proposal
 
         if self.offset is None:
             self.offset = position - 1
-        depth = self.script[self.cycle % len(self.script)]
-        self.cycle += 1
+        depth = self.next_depth(again=self._drafted)
+        self._drafted = False
         start = position - self.offset
         tokens = [] if depth == "empty" else self.truth[start : start + limit]
         if isinstance(depth, int) and depth < len(tokens):
             tokens[depth] = (tokens[depth] + 1) % self.vocab
         return Proposal(mx.array(tokens, dtype=mx.int32))
+
+    def next_depth(self, again: bool) -> Depth:
+        """Of the next cycle; again: of the same one, because what was drafted ahead was dropped."""
+        self.cycle += not again
+        return self.script[(self.cycle - 1) % len(self.script)]
+
+    def propose_after(self, features, count, anchor, limit: int, position: int):
+        """The same without knowing the count; behind the end of the truth come zeros."""
+        from dflash_mlx.proposal import Proposal
+
+        assert self._unsettled is None
+        self._unsettled, self._drafted = features if features is not None else mx.zeros((1, 99, 0)), True
+        depth = self.next_depth(again=False)
+        if depth == "empty":
+            return Proposal(mx.array([], dtype=mx.int32))
+        assert self.offset is not None
+        truth = mx.array(self.truth + [0] * 2 * limit, mx.int32)
+        tokens = truth[position + count - self.offset + mx.arange(limit)]
+        wrong = mx.arange(limit) == (depth if isinstance(depth, int) else -1)
+        return Proposal(mx.where(wrong, (tokens + 1) % self.vocab, tokens))
+
+    def settle(self, kept: int) -> None:
+        if self._unsettled is not None and kept:
+            self.observe(self._unsettled[:, :kept])
+        self._unsettled = None
 
     def observe(self, features) -> None:
         if features is not None:

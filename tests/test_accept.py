@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from dflash_mlx.accept import Matching, Rejection, Stepwise, make_decider
+from dflash_mlx.exact import Cautious
+from dflash_mlx.kernels.choice import STOCK, Kernels, references, through
 from dflash_mlx.proposal import Proposal, Verdict
 from dflash_mlx.sampling import Draws, SamplingPolicy, Xtc
+from tests.kernels.simulator import Simulator
 from tests.markov import P_LOGITS, START, VOCAB, chi_square_z, guessed, sampled_text
 
 
@@ -35,6 +38,26 @@ GREEDY = make_decider(SamplingPolicy(), (), Draws(0))
 )
 def test_greedy_keeps_the_agreeing_prefix(drafts, target, accepted, tokens) -> None:
     assert GREEDY.decide(proposal(*drafts), one_hot_logits(*target), 0) == Verdict(accepted, tokens)
+
+
+@pytest.mark.parametrize("kernels", [STOCK, references(), through(Simulator())], ids=["stock", "reference", "kernel"])
+@pytest.mark.parametrize("drafts", [(1,), (1, 2, 3), (3, 3, 3, 3, 3, 3)])
+def test_what_stays_on_the_device_is_what_the_host_will_read(drafts: tuple[int, ...], kernels: Kernels) -> None:
+    """The pipelined cycle drafts on from count and anchor before anything is read."""
+    sampling = Proposal(mx.array(drafts), mx.softmax(mx.ones((len(drafts), VOCAB))))
+    clear, policy = Cautious(SamplingPolicy(), Draws(0), 1.0, kernels=kernels), SamplingPolicy(1.0)
+    greedy = make_decider(SamplingPolicy(), (), Draws(0), kernels=kernels)
+    for right in range(len(drafts) + 1):
+        wanted = [*drafts[:right], 0, *drafts[right:]][: len(drafts) + 1]
+        for decider in (greedy, clear, make_decider(policy, (), Draws(right), kernels=kernels)):
+            block = sampling if isinstance(decider, Rejection) else proposal(*drafts)
+            judged = decider.judge(block, one_hot_logits(*wanted), 0)
+            verdict = decider.decide(block, one_hot_logits(*wanted), 0, judged)
+            assert judged.count.tolist() == [len(verdict.tokens)] == [verdict.accepted + 1]
+            assert judged.anchor.tolist() == [verdict.tokens[-1]]
+            assert judged.count.dtype == judged.anchor.dtype == mx.int32
+            if decider is greedy:
+                assert verdict == Verdict(right, (*drafts[:right], 0))
 
 
 def test_ties_go_to_the_lowest_id() -> None:

@@ -208,14 +208,14 @@ def test_a_choice_depends_on_the_choice_before_it(first: int, second: int) -> No
     """The point of the selector: of two rows that go well together in two ways, both take the same way."""
     logits = mx.zeros((2, 6))
     logits[0, first] = 1.0
-    path = pushing().walk(mx.ones((2, 4)), logits, 0, greedy)
+    path = pushing().walk(mx.ones((2, 4)), logits, mx.array([0]), greedy)
     assert path.tokens.tolist() == [first, second]
 
 
 @pytest.mark.parametrize(("anchor", "first"), [(1, 4), (2, 5), (0, 0), (5, 4), (6, 4), (7, 4)])
 def test_the_first_choice_depends_on_the_anchor(anchor: int, first: int) -> None:
     """An anchor that the codebook has no row for (the target's may be padded) counts as its last."""
-    assert pushing().walk(mx.ones((1, 4)), mx.zeros((1, 6)), anchor, greedy).tokens.tolist() == [first]
+    assert pushing().walk(mx.ones((1, 4)), mx.zeros((1, 6)), mx.array([anchor]), greedy).tokens.tolist() == [first]
 
 
 def test_equal_scores_go_to_the_lowest_id() -> None:
@@ -223,7 +223,7 @@ def test_equal_scores_go_to_the_lowest_id() -> None:
     selector = CandidateSelector(4, 300, Selector(2, 16))
     logits = mx.zeros((3, 300))
     logits[:, 299 - mx.arange(0, 32, 2)] = 5.0
-    path = selector.walk(mx.ones((3, 4)), logits, 0, greedy)
+    path = selector.walk(mx.ones((3, 4)), logits, mx.array([0]), greedy)
     assert path.tokens.tolist() == [269] * 3
     assert path.candidates.tolist() == [list(range(269, 300, 2))] * 3
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -188,8 +189,8 @@ WORDS, PROMPT, TOKENS = 4, [0, 1], 3
 class Flickering(DraftModel):
     """Its second row is NaN."""
 
-    def denoise(self, embeddings: mx.array, context: DraftContext) -> mx.array:
-        hidden = super().denoise(embeddings, context)
+    def denoise(self, embeddings: mx.array, context: DraftContext, *rest: Any) -> mx.array:
+        hidden = super().denoise(embeddings, context, *rest)
         return mx.where(mx.arange(hidden.shape[1])[None, :, None] == 1, mx.nan, hidden)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -247,9 +248,9 @@ def test_every_draft_gets_the_outputs_of_its_own_layers(tokenizer) -> None:
     before = [type(layer) for layer in model.layers], set(vars(model)), set(model)
 
     class Hearing(DraftModel):
-        def extend(self, context: DraftContext, features: mx.array) -> None:
+        def extend(self, context: DraftContext, features: mx.array, **rest: Any) -> None:
             heard.append(features)
-            super().extend(context, features)
+            super().extend(context, features, **rest)
 
     a, b = (Hearing(draft_config(dflash_config={"target_layer_ids": taps})) for taps in ([2, 0], [0, 1, 3]))
     for draft, layers in ((a, [2, 0]), (b, [0, 1, 3]), (a, [2, 0])):

@@ -38,6 +38,10 @@ def fed(draft: DraftModel, given: mx.array, cuts: Sequence[int], window: int | N
     return context
 
 
+def context_of(draft: DraftModel, window: int | None) -> DraftContext:
+    return DraftContext(draft.config, 0, window)
+
+
 def block(draft: DraftModel, context: DraftContext) -> np.ndarray:
     return np.array(draft.denoise(features(4, seed=1)[..., :64], context))
 
@@ -152,6 +156,86 @@ def test_a_snapshot_comes_back_as_often_as_it_is_asked_for(window: int | None, l
         np.testing.assert_allclose(block(draft, context), block(draft, expected), atol=1e-5)
 
 
+AHEAD = 7  # rows of a block
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("name", sorted(DRAFTS))
+def test_a_draft_ahead_sees_only_what_is_final_and_settling_leaves_only_that(name: str, window: int | None) -> None:
+    """Rows that are dropped afterwards must neither be seen, nor push final ones out of a window."""
+    draft = DRAFTS[name]
+    for rows, count in itertools.product((0, 4, 30), (0, 1, 3, AHEAD)):
+        given = features(rows + AHEAD)
+        expected = fed(draft, given[:, : rows + count], [], window) if rows + count else context_of(draft, window)
+        for cuts in ([], one_by_one(rows)):
+            context = fed(draft, given[:, :rows], cuts, window) if rows else context_of(draft, window)
+            draft.extend(context, given[:, rows:], mx.array([count]))
+            np.testing.assert_allclose(block(draft, context), block(draft, expected), atol=1e-5)
+            check_seen(context, expected)
+            context.settle(count)
+            check_equal(context, expected)
+            assert context.ahead is None and context.position == rows + count
+            np.testing.assert_allclose(block(draft, context), block(draft, expected), atol=1e-5)
+
+
+def check_seen(context: DraftContext, expected: DraftContext) -> None:
+    """What a kernel is told: the buffers, and which of their rows the block sees."""
+    assert context.position.tolist() == [expected.length]
+    for layer, other in zip(context.layers, expected.layers, strict=True):
+        seen, held = layer.seen, other.held or ()
+        if seen is None:
+            assert not held
+            continue
+        first, stop = seen.first.item(), seen.stop.item()
+        assert seen.keys is layer.arrays[0] and seen.values is layer.arrays[1]
+        assert stop - first == other.rows
+        for rows, theirs in zip((seen.keys, seen.values), held, strict=bool(held)):
+            np.testing.assert_allclose(np.array(rows[:, :, first:stop]), np.array(theirs), atol=1e-5)
+
+
+def test_a_window_goes_on_for_long_while_blocks_are_settled_at_every_depth() -> None:
+    """Over several copies of the store: each has to keep what the dropped rows had pushed out."""
+    draft = DRAFTS["mixed"]
+    given, done = features(400), 0
+    context, expected = (DraftContext(draft.config, 0, 9) for _ in range(2))
+    for cycle in range(60):
+        count = 1 + cycle * 5 % AHEAD
+        draft.extend(context, given[:, done : done + AHEAD], mx.array([count]))
+        draft.extend(expected, given[:, done : done + count])
+        done += count
+        np.testing.assert_allclose(block(draft, context), block(draft, expected), atol=1e-5)
+        context.settle(count)
+        check_equal(context, expected)
+    assert context.layers[0].arrays[0].shape[2] <= 2 * 5 + 2 * 256
+
+
+def test_a_dropped_row_that_is_not_finite_is_not_noticed() -> None:
+    """Times a weight of 0 it would still be NaN, and the draft be blamed."""
+    draft, given = DRAFTS["mixed"], features(12)
+    spoiled = mx.concatenate([given[:, :8], mx.full((1, 4, 128), mx.nan)], axis=1)
+    context, expected = DraftContext(draft.config), fed(draft, given[:, :8], [], None)
+    draft.extend(context, given[:, :6])
+    draft.extend(context, spoiled[:, 6:], mx.array([2]))
+    np.testing.assert_allclose(block(draft, context), block(draft, expected), atol=1e-5)
+
+
+def test_an_interrupt_while_settling_leaves_a_context_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer has dropped its rows and the other one has not."""
+    draft = DRAFTS["mixed"]
+    context = fed(draft, features(30), [], None)
+    draft.extend(context, features(4), mx.array([2]))
+
+    def interrupted(kept):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(context.layers[1], "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        context.settle(2)
+    monkeypatch.undo()
+    context.settle(0)
+    assert not any(context.covers(length) for length in range(40))
+
+
 def test_a_window_makes_a_context_one_that_forgets() -> None:
     """Prompt caches take snapshots of those."""
     draft = DRAFTS["full"]
@@ -228,7 +312,7 @@ def test_an_interrupt_between_two_layers_leaves_a_context_that_is_not_used(monke
     context = fed(draft, features(30), [], None)
     before = context.snapshot()
 
-    def interrupted(keys, values):
+    def interrupted(*rows):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,7 +39,7 @@ class Scripted(DraftModel):
         super().__init__(replace(draft_config(), **parts))  # type: ignore[arg-type]
         self._hidden, self.given = mx.array(hidden), list[mx.array]()
 
-    def denoise(self, embeddings: mx.array, context: object) -> mx.array:
+    def denoise(self, embeddings: mx.array, context: object, *rest: Any) -> mx.array:
         self.given.append(embeddings)
         return self._hidden[None, : embeddings.shape[1] - 1]
 
@@ -259,8 +260,8 @@ def broken(kind: str, *rows: int, value: float = float("nan"), **changes: object
     """As it should be, but for one channel of these rows of every block."""
 
     class Broken(DraftModel):
-        def denoise(self, embeddings: mx.array, context: object) -> mx.array:
-            hidden = super().denoise(embeddings, context)  # type: ignore[arg-type]
+        def denoise(self, embeddings: mx.array, context: object, *rest: Any) -> mx.array:
+            hidden = super().denoise(embeddings, context, *rest)  # type: ignore[arg-type]
             bad = mx.array([row in rows for row in range(hidden.shape[1])])[None, :, None]
             return mx.where(bad & (mx.arange(HIDDEN) == 5), value, hidden)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -44,13 +45,13 @@ class Knowing(DraftModel):
         cache.begin(len(TEXT))
         self._expected = self._target.forward(mx.array([TEXT]), cache, made_for).features
 
-    def extend(self, context, features: mx.array) -> None:
+    def extend(self, context, features: mx.array, **rest: Any) -> None:
         at = context.length
         expected = self._expected[:, at : at + features.shape[1]]
         self._fits = (self._fits or at == 0) and mx.allclose(features, expected, atol=1e-4).item()
-        super().extend(context, features)
+        super().extend(context, features, **rest)
 
-    def denoise(self, embeddings: mx.array, context) -> mx.array:
+    def denoise(self, embeddings: mx.array, context, *kernels) -> mx.array:
         start = context.length + 1 + self._late
         tokens = TEXT[start : start + embeddings.shape[1] - 1]
         tokens += [0] * (embeddings.shape[1] - 1 - len(tokens))
@@ -205,8 +206,8 @@ def test_nan_in_later_rows_of_a_block_is_noticed_too(tokenizer, truth) -> None:
     """The first row may be right and accepted; the rest of every block is lost."""
 
     class Half(Knowing):
-        def denoise(self, embeddings: mx.array, context) -> mx.array:
-            rows = super().denoise(embeddings, context)
+        def denoise(self, embeddings: mx.array, context, *kernels) -> mx.array:
+            rows = super().denoise(embeddings, context, *kernels)
             return mx.concatenate([rows[:, :1], rows[:, 1:] * mx.nan], axis=1)
 
     responses = run(tokenizer, Half([0, 2], [0, 2]), mode="dflash", block_size=4)

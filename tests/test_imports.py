@@ -22,12 +22,13 @@ LAYERS = [
     {"targets", "draft", "accept"},
     {"proposers", "prompt_cache", "quantized_kv", "exact", "pairing"},
     {"prompt_file"},
-    {"decode", "options"},
+    {"session", "options"},
+    {"decode"},
     {"fallback", "health"},
     {"request", "load_target", "load", "report", "conversion", "convert"},
     {"generate"},
     {"divergence"},
-    {"cli", "generate_command", "models_command", "convert_command"},
+    {"cli", "generate_command", "models_command", "convert_command", "doctor_command"},
     {"app"},
     {"chat"},
     {"__main__"},
@@ -43,7 +44,7 @@ def test_importing_the_package_imports_no_mlx() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models"])
+@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor"])
 def test_help_imports_no_mlx(module: str) -> None:
     name, *words = module.split()
     code = (

@@ -38,7 +38,7 @@ def modules() -> list[list[str]]:
 def test_the_readme_names_the_commands() -> None:
     assert {words[0] for words in modules()} == {"dflash_mlx.chat", "dflash_mlx.generate", "dflash_mlx", "bench.demo"}
     named = set(re.findall(r"`dflash-metal ([a-z]+)", README))
-    assert {"models", "convert"} <= named <= set(COMMANDS)
+    assert {"models", "convert", "doctor"} <= named <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("words", modules(), ids=" ".join)

@@ -15,9 +15,15 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from dflash_mlx.cache import TargetCache
+from dflash_mlx.kernels.choice import STOCK, Kernels, references
 from dflash_mlx.targets import target_for
-from tests.families import BY_NAME, EVERY, VOCAB, tiny
+from tests.families import BY_NAME, EVERY, FAMILIES, VOCAB, cases, tiny
 from tests.plain import REORDERED, visible
+
+TAPED = [family for family in FAMILIES if family.module in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
+HOW = {"stock": STOCK, "taped": references()}
+WALKS = [pytest.param(*case.values, "stock", id=case.id) for case in EVERY]
+WALKS += [pytest.param(*case.values, "taped", id=f"{case.id}-taped") for case in cases(TAPED)]
 
 
 class Interrupted(Exception):
@@ -31,12 +37,13 @@ class Walk:
     name: str
     dtype: mx.Dtype
     dice: random.Random
+    kernels: Kernels = STOCK
     kept: int = 0
     ways: Iterator[str] = field(default_factory=lambda: itertools.cycle(("never", "middle", "whole")))
 
     def __post_init__(self) -> None:
         self.model = tiny(self.name, self.dtype)
-        self.target = target_for(self.model)
+        self.target = target_for(self.model, self.kernels)
         self.cache = TargetCache(self.target.make_entries(), 0)
         self.oracle = make_prompt_cache(self.model)
 
@@ -113,23 +120,28 @@ def interrupt(*args: object) -> None:
     raise Interrupted
 
 
-@pytest.mark.parametrize(("name", "dtype"), EVERY)
-def test_a_random_walk_leaves_what_a_run_of_only_the_kept_tokens_leaves(name: str, dtype: mx.Dtype) -> None:
-    """Rejected rows would be attended to later, or a state would remember them. Prompts below, at and above windows."""
+@pytest.mark.parametrize(("name", "dtype", "how"), WALKS)
+def test_a_random_walk_leaves_what_a_run_of_only_the_kept_tokens_leaves(name: str, dtype: mx.Dtype, how: str) -> None:
+    """Rejected rows would be attended to later, or a state would remember them. Prompts below, at and above windows.
+
+    Recurrent layers roll back by running again, or, where blocks leave a tape, from it.
+    """
     for seed, prompt in enumerate((3, 15, 17, 40) if BY_NAME[name].window else (1, 9)):
-        walk = Walk(name, dtype, random.Random(seed))
+        walk = Walk(name, dtype, random.Random(seed), HOW[how])
         walk.block(walk.ids(prompt), prompt)
         while walk.kept < prompt + 40:
             walk.step()
         walk.block(walk.ids(1), 1)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_every_way_to_keep_part_of_a_block_is_exact(name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [(n, "stock") for n in BY_NAME] + [(f.name, "taped") for f in TAPED])
+def test_every_way_to_keep_part_of_a_block_is_exact(name: str, how: str) -> None:
     """All of commit(keep) and shrink(less) for a block of five, each from the same prompt, and the row after it."""
     for keep in range(1, 6):
         for less in range(1, keep + 1):
-            walk = Walk(name, mx.float32, random.Random(keep))
+            walk = Walk(name, mx.float32, random.Random(keep), HOW[how])
             walk.block(walk.ids(18), 18)
             walk.block(walk.ids(5), keep, less)
+            if how == "taped":
+                walk.block(walk.ids(4), min(less, 3))  # from the tape
             walk.block(walk.ids(1), 1)

@@ -1,4 +1,4 @@
-"""The suite of exactness: families x dtypes x scripts x blocks x prompts x ways to end, against mlx_lm's own loop.
+"""The suite of exactness: families x dtypes x scripts x blocks x prompts x ways to end x both cycles, against mlx_lm.
 
 A case decodes speculatively until a budget, a stop token or a caller ends it, then takes a second turn on the same
 cache. Tokens, cache, the draft's features and the counts have to be those of a run that never drafted. The default run
@@ -33,6 +33,7 @@ BUDGETS = {"budget-1": 1, "budget-2": 2, "budget-18": 18, "budget-41": 41}
 STOPS = ("stop-prefill", "stop-first", "stop-middle", "stop-last", "stop-correction", "stop-bonus", "stop-alone")
 LEAVES = ("leave-none", "leave-one", "leave-all-but-one")
 ENDS = (*BUDGETS, *STOPS, *LEAVES)
+CYCLES = ("simple", "pipelined")
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,16 @@ class Case:
     block: int
     end: str
     step: int  # prefill_step_size
+    cycle: str = "simple"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("mlx.core.")
-        return f"{self.name}-{dtype}-prompt{self.length}-{self.script}-block{self.block}-{self.end}-step{self.step}"
+        how = f"{self.script}-block{self.block}-{self.end}-step{self.step}-{self.cycle}"
+        return f"{self.name}-{dtype}-prompt{self.length}-{how}"
+
+    @property
+    def pipelined(self) -> bool:
+        return self.cycle == "pipelined"
 
 
 TARGETS = tuple((p.values[0], p.values[1], length) for p in SAME_TOKENS for length in lengths(p.values[0]))
@@ -136,6 +143,7 @@ def product() -> Product:
         block=BLOCKS,
         end=ENDS,
         step=(2048, 5),
+        cycle=CYCLES,
     )
     return Product(factors, [Rule(("name", "dtype", "length"), TARGETS), Rule(("script", "block", "end"), WAYS)])
 
@@ -147,9 +155,9 @@ def sample() -> list[Case]:
 
 
 SPARE = [  # rows that other adapters than their own serve
-    Case(family.name, mx.float32, lengths(family.name)[-2], "wide", 8, end, 2048)
+    Case(family.name, mx.float32, lengths(family.name)[-2], "wide", 8, end, 2048, cycle)
     for family in PROBED
-    for end in ("budget-41", "leave-one")
+    for end, cycle in (("budget-41", "simple"), ("leave-one", "pipelined"))
 ]
 
 
@@ -183,11 +191,11 @@ def test_the_sample_has_every_pair_of_values() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.values[0] for case in SAME_TOKENS if case.values[1] == mx.float32])
 def test_every_prompt_with_every_script_and_block_is_exact(name: str) -> None:
-    """All of length x script x block in float32, each with some ending, and over the prompts with different ones."""
+    """All of length x script x block x cycle in float32, each with some ending, over prompts with different ones."""
     for turn, length in enumerate(lengths(name)):
-        for script, block in itertools.product(sorted(SCRIPTS), BLOCKS):
+        for script, block, cycle in itertools.product(sorted(SCRIPTS), BLOCKS, CYCLES):
             ends = [end for s, b, end in WAYS if (s, b) == (script, block)]
-            case = Case(name, mx.float32, length, script, block, ends[turn % len(ends)], 2048)
+            case = Case(name, mx.float32, length, script, block, ends[turn % len(ends)], 2048, cycle)
             try:
                 check(case)
             except AssertionError as error:
@@ -197,7 +205,8 @@ def test_every_prompt_with_every_script_and_block_is_exact(name: str) -> None:
 def check(case: Case) -> None:
     plain, ending = begin(case)
     script = SCRIPTS[case.script]
-    session = greedy_session(case.name, ScriptedProposer(plain.tokens, script, TAPS), case.block, case.dtype)
+    proposer = ScriptedProposer(plain.tokens, script, TAPS)
+    session = greedy_session(case.name, proposer, case.block, case.dtype, case.pipelined)
     run(session, plain, ending, case)
     said = plain.prompt + plain.tokens[: ending.delivered]
     assert session.tokens == said
@@ -208,7 +217,15 @@ def check(case: Case) -> None:
     turn = plain_run(case.name, said + NEW, 12, case.dtype)
     proposer = ScriptedProposer(turn.tokens, script, TAPS)
     proposer.observed = session.proposer.observed  # type: ignore[attr-defined]
-    second = Session(session.target, session.cache, proposer, session.decider, session.schedule, tokens=session.tokens)
+    second = Session(
+        session.target,
+        session.cache,
+        proposer,
+        session.decider,
+        session.schedule,
+        tokens=session.tokens,
+        pipelined=case.pipelined,
+    )
     run(second, turn, Ending(12, 12), case, new=NEW)
     assert session.cache.length == len(session.tokens) - 1
     check_session(second, turn, case)

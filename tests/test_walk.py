@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import mlx.core as mx
@@ -40,6 +41,7 @@ def a_turn() -> st.SearchStrategy[Turn]:
         broken=never | never | st.integers(0, 6),
         cancelled=never | never | never | never | st.integers(0, 4),
         whole=st.just(True) | st.booleans(),
+        pipelined=st.booleans(),
     )
 
 
@@ -92,23 +94,28 @@ HARD = [
     Turn(back=4, new=0, cycles=((3, 0), (16, 6)), broken=0),
     Turn(back=0, new=2, cycles=((8, 7),), whole=False),
     Turn(back=1, new=2, cycles=((8, 7),)),
+    Turn(back=2, new=3, cycles=((8, 3), (8, 7), (8, 0), (8, 5), (8, 6)), taken=2),  # equally wide: drafted ahead
+    Turn(back=5, new=1, cycles=((5, 2), (5, 4), (5, 0), (5, 3)), broken=1),
 ]
 
 
+def take(walk: Walk, pipelined: bool) -> None:
+    for operation in HARD:
+        walk.do(replace(operation, pipelined=pipelined) if isinstance(operation, Turn) else operation)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["simple", "pipelined"])
 @pytest.mark.parametrize("name", [case.values[0] for case in SAME_TOKENS if case.values[1] == mx.float32])
-def test_a_hard_walk_with_every_family(name: str) -> None:
+def test_a_hard_walk_with_every_family(name: str, pipelined: bool) -> None:
     """Everything once, near and above the window, so that no family waits for its turn in a random walk."""
-    walk = Walk(name, mx.float32)
-    for operation in HARD:
-        walk.do(operation)
+    take(Walk(name, mx.float32), pipelined)
 
 
+@pytest.mark.parametrize("pipelined", [False, True], ids=["simple", "pipelined"])
 @pytest.mark.parametrize(("name", "dtype"), WIDE, ids=[name for name, _ in WIDE])
-def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype) -> None:
+def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype, pipelined: bool) -> None:
     """A block that crossed the border would see keys that plain decoding had quantised by then."""
-    walk = QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45))  # in a block of the third turn
-    for operation in HARD:
-        walk.do(operation)
+    take(QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45)), pipelined)  # in a block of turn 3
 
 
 @pytest.mark.parametrize("kind", TARGETS)

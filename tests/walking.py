@@ -25,6 +25,7 @@ from dflash_mlx.decode import Commit, Session, decode
 from dflash_mlx.options import Options
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers import Proposer
+from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.request import plan
 from dflash_mlx.rounding import Decoding
 from tests.conftest import DRAFT_WINDOW, draft_for
@@ -39,6 +40,7 @@ ENDLESS = 1000
 class Turn:
     """Take back `back` tokens of what was said, add `new` ones, and answer.
 
+    pipelined: the next draft is submitted before a verdict is read, where two cycles are equally wide.
     whole:     the conversation is handed to `reuse`; otherwise only what is new follows, and nothing is taken back.
     step:      prefill_step_size.
     stable:    tokens at the end of the prompt that the next turn will not repeat; None is not known.
@@ -59,6 +61,7 @@ class Turn:
     broken: int | None = None
     cancelled: int | None = None
     whole: bool = True
+    pipelined: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,23 +133,31 @@ class Guide:
     cycles: list[tuple[int, int]]
     done: int = 0
 
-    @property
-    def current(self) -> tuple[int, int]:
-        return self.cycles[self.done] if self.done < len(self.cycles) else (4, 2)
+    def cycle(self, index: int) -> tuple[int, int]:
+        return self.cycles[index] if index < len(self.cycles) else (4, 2)
 
     def limit(self) -> int:
-        return self.current[0] - 1
+        return self.cycle(self.done)[0] - 1
 
     def record(self, **facts: float) -> None:
         self.done += 1
 
     def propose(self, anchor: int, limit: int, position: int) -> Proposal:
         assert len(self.draft.propose(anchor, limit, position)) == max(limit, 0)
-        first, depth = position - self.start, self.current[1]
-        tokens = self.truth[first : first + max(limit, 0)]
-        if depth < len(tokens):
-            tokens[depth] = (tokens[depth] + 1) % VOCAB
-        return Proposal(mx.array(tokens, dtype=mx.int32))
+        return self.spoiled(mx.array(position, mx.int32), max(limit, 0), self.cycle(self.done)[1])
+
+    def propose_after(
+        self, features: mx.array | None, count: mx.array, anchor: mx.array, limit: int, position: int
+    ) -> Proposal:
+        assert isinstance(self.draft, BlockProposer)
+        assert len(self.draft.propose_after(features, count, anchor, limit, position)) == limit
+        return self.spoiled(position + count, limit, self.cycle(self.done + 1)[1])
+
+    def spoiled(self, position: mx.array, count: int, depth: int) -> Proposal:
+        """`count` tokens of the truth from `position`, of which one is wrong."""
+        truth = mx.array(self.truth + [0] * 32, mx.int32)
+        tokens = truth[position - self.start + mx.arange(count)]
+        return Proposal(mx.where(mx.arange(count) == depth, (tokens + 1) % VOCAB, tokens))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.draft, name)
@@ -225,7 +236,7 @@ class Walk:
         request = plan(self.model, self.draft, options, self.held)
         session = request.open(())
         guide = Guide(session.proposer, truth, len(ids), cycles)
-        session.proposer, session.schedule = guide, guide
+        session.proposer, session.schedule, session.pipelined = guide, guide, turn.pipelined
         places = {place for place in (border or 0, len(ids) - 1) if self.length < place < len(ids)}
         try:
             said = self.answer(session, turn, new, guide)

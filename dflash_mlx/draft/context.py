@@ -1,7 +1,8 @@
 """The draft's context: keys and values of fused target features of committed positions, one pair per draft layer.
 
-Append-only: rejected tokens never enter, so nothing is rolled back. Keys are rotated before they are stored, at
-absolute positions, and rows stay in temporal order, never in a ring. What a layer keeps of the newest rows:
+Keys are rotated before they are stored, at absolute positions, and rows stay in temporal order, never in a ring. Only
+final tokens enter, but for the rows of a block whose verdict is still on the device: those are `ahead`, a draft sees as
+many of them as the device says are final, and `settle` drops the rest. What a layer keeps of the newest rows:
 
     full layer                          all of them
     sliding layer of window W           W - 1: all that row 0 of a block can see
@@ -17,15 +18,89 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.config import SLIDING, DraftConfig
+from dflash_mlx.kernels.sdpa_rows import Segment
 
 Rows = tuple[mx.array, mx.array]  # keys and values
 
 
-class _Layer:
-    """Rows in an mlx_lm `KVCache`, which grows in steps and is written in place."""
+@dataclass(frozen=True)
+class Ahead:
+    """Rows that were appended before the host knows how many of them are final; the rest will be dropped.
 
-    def __init__(self) -> None:
+    rows:  how many were appended.
+    count: [1] int32, how many of the first are final.
+    """
+
+    rows: int
+    count: mx.array
+
+
+class _Layer:
+    """Rows in an mlx_lm `KVCache`, which grows in steps of 256 and is written in place.
+
+    ahead: the last append, until `settle` says what of it stays; None between cycles.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self._store = KVCache()
+        self._limit = limit
+        self.ahead: Ahead | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that are held, those ahead included."""
+        return self._store.offset
+
+    def with_block(self, keys: mx.array, values: mx.array) -> Rows:
+        """What is held, followed by the block's rows [1, heads, T, D]: [1, heads, rows + T, D].
+
+        The block is written behind the context and forgotten, so the context is not copied.
+        """
+        end = self._store.offset
+        first = end - self.rows
+        try:
+            keys, values = self._store.update_and_fetch(keys, values)
+        finally:  # also after an interrupt
+            self._store.offset = end
+        return (keys[:, :, first:], values[:, :, first:]) if first else (keys, values)
+
+    def places(self, block: int) -> tuple[mx.array, mx.array | None]:
+        """Where the rows of `with_block` for a block of T rows are, counted from the block's first row.
+
+        Returns:
+            [rows + T] int32, negative for the context; and [rows + T] of bool, False for a row that the block must not
+            see: one that is ahead and not final, or that the layer will have forgotten. None if it may see all.
+        """
+        index = mx.arange(-self.rows, block)
+        if self.ahead is None:
+            return index, None
+        place = mx.where(index < 0, index + (self.ahead.rows - self.ahead.count), index)
+        seen = (index >= 0) | (place < 0)
+        return place, seen if self._limit is None else seen & (place >= -self._limit)
+
+    @property
+    def seen(self) -> Segment | None:
+        """What a block sees, without a copy: the buffers, and which of their rows; None while it is empty.
+
+        While rows are ahead they are counted on the device.
+        """
+        if not self.rows:
+            return None
+        stop: int | mx.array = self._store.offset
+        first: int | mx.array = self._store.offset - self.rows
+        if self.ahead is not None:
+            stop = self._store.offset - self.ahead.rows + self.ahead.count
+            first = mx.array([first], mx.int32) if self._limit is None else mx.maximum(first, stop - self._limit)
+        keys, values = self.arrays
+        return Segment(keys, values, stop, first)
+
+    @property
+    def held(self) -> Rows | None:
+        if not self.rows:
+            return None
+        keys, values = self._store.keys_and_values()
+        first = self._store.offset - self.rows
+        return (keys[:, :, first:], values[:, :, first:]) if first else (keys, values)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -34,19 +109,18 @@ class _Layer:
 
 
 class FullLayer(_Layer):
-    """Everything; the block is written behind the context and forgotten, so the context is not copied."""
+    """Everything."""
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """[1, heads, S, D] each."""
+    def append(self, keys: mx.array, values: mx.array, count: mx.array | None = None) -> None:
+        """[1, heads, S, D] each; `count` [1] of them are final, and all without it."""
         self._store.update_and_fetch(keys, values)
+        self.ahead = None if count is None else Ahead(keys.shape[2], count)
 
-    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Context followed by the block's rows [1, heads, T, D]: [1, heads, rows + T, D]."""
-        rows = self._store.offset
-        try:
-            return self._store.update_and_fetch(keys, values)
-        finally:  # also after an interrupt
-            self._store.offset = rows
+    def settle(self, kept: int) -> None:
+        """Of the rows ahead the first `kept` are final."""
+        if self.ahead is not None:
+            self._store.trim(self.ahead.rows - kept)
+            self.ahead = None
 
     def drop(self, count: int) -> None:
         self._store.trim(count)
@@ -56,10 +130,6 @@ class FullLayer(_Layer):
 
     def restore(self, snapshot: None, rows: int) -> None:
         self._store.trim(self._store.offset - rows)
-
-    @property
-    def held(self) -> Rows | None:
-        return None if self._store.empty() else self._store.keys_and_values()
 
     def hold(self, rows: Rows | None) -> None:
         """Hold exactly these rows."""
@@ -71,40 +141,40 @@ class FullLayer(_Layer):
         """How many of `new` rows have to be projected at all."""
         return new
 
-    @property
-    def rows(self) -> int:
-        return self._store.offset
-
 
 class SlidingLayer(_Layer):
-    """The newest `limit` rows, oldest first.
+    """The newest `limit` rows, oldest first, and before as many as are ahead: what is dropped of these leaves no hole.
 
     Older ones stay in the store for a while, unseen, so that it is not copied for every row.
     """
 
+    _limit: int
+
     def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
+        super().__init__(limit)
         self._spare = min(limit, KVCache.step)  # rows between two copies
         self._rows = 0
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """[1, heads, S, D] each."""
-        if self._store.offset + keys.shape[2] > self._limit + self._spare:
-            self.hold(self.with_block(keys, values))
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def append(self, keys: mx.array, values: mx.array, count: mx.array | None = None) -> None:
+        """[1, heads, S, D] each; `count` [1] of them are final, and all without it."""
+        new = keys.shape[2]
+        ahead = 0 if count is None else new
+        if self._store.offset + new > self._limit + self._spare + ahead:
+            self._hold(self.with_block(keys, values), self._limit + ahead)
         else:
             self._store.update_and_fetch(keys, values)
-            self._rows = min(self._rows + keys.shape[2], self._limit)
+            self._rows = min(self._rows + new, self._limit + ahead)
+        self.ahead = None if count is None else Ahead(new, count)
 
-    def with_block(self, keys: mx.array, values: mx.array) -> Rows:
-        """What is held, followed by the block's rows [1, heads, T, D]: [1, heads, rows + T, D]."""
-        end = self._store.offset
-        try:
-            keys, values = self._store.update_and_fetch(keys, values)
-        finally:  # also after an interrupt
-            self._store.offset = end
-        first = end - self._rows
-        return keys[:, :, first:], values[:, :, first:]
+    def settle(self, kept: int) -> None:
+        """Of the rows ahead the first `kept` are final."""
+        if self.ahead is not None:
+            self.drop(self.ahead.rows - kept)
+            self._rows, self.ahead = min(self._rows, self._limit), None
 
     def drop(self, count: int) -> None:
         count = min(count, self._rows)
@@ -119,28 +189,19 @@ class SlidingLayer(_Layer):
     def restore(self, snapshot: Rows | None, rows: int) -> None:
         self.hold(snapshot)
 
-    @property
-    def held(self) -> Rows | None:
-        if not self._rows:
-            return None
-        keys, values = self._store.keys_and_values()
-        first = self._store.offset - self._rows
-        return keys[:, :, first:], values[:, :, first:]
-
     def hold(self, rows: Rows | None) -> None:
         """Hold exactly these rows, or the newest of them."""
+        self._hold(rows, self._limit)
+
+    def _hold(self, rows: Rows | None, limit: int) -> None:
         self._store, self._rows = KVCache(), 0
         if rows is not None:
-            keys, values = (part[:, :, -self._limit :] for part in rows)
+            keys, values = (part[:, :, -limit:] for part in rows)
             self._store.update_and_fetch(keys, values)
             self._rows = keys.shape[2]
 
     def rows_for(self, new: int) -> int:
         return min(new, self._limit)
-
-    @property
-    def rows(self) -> int:
-        return self._rows
 
 
 @dataclass(frozen=True)
@@ -159,7 +220,8 @@ class ContextSnapshot:
 class DraftContext:
     """All layers, and the position of the next row.
 
-    length: the absolute position that the next committed token will have; equals the target cache's length.
+    length: the absolute position that the next committed token will have; equals the target cache's length. Rows that
+            are ahead do not count until they are settled.
     start:  the first position whose features were ever given (0 unless the draft joined a filled cache late).
     window: how many rows every layer keeps at most, or None.
     """
@@ -172,6 +234,25 @@ class DraftContext:
             seen = config.sliding_window - 1 if kind == SLIDING and config.sliding_window else None
             limits = [limit for limit in (seen, window) if limit is not None]
             self.layers.append(SlidingLayer(min(limits)) if limits else FullLayer())
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """The rows of the last block, while the host does not know how many of them are final."""
+        return self.layers[0].ahead
+
+    @property
+    def position(self) -> int | mx.array:
+        """Of the next block's first row: an int, or [1] int32 while rows are ahead."""
+        return self.length if self.ahead is None else self.length + self.ahead.count
+
+    def settle(self, kept: int) -> None:
+        """Of the rows ahead the first `kept` are final, 0 for none; nothing happens if there are none."""
+        if self.ahead is None:
+            return
+        start, self.length = self.length, -1  # after an interrupt between two layers it covers nothing
+        for layer in self.layers:
+            layer.settle(kept)
+        self.length = start + kept if start >= 0 else -1
 
     def drop(self, count: int) -> None:
         """Forget the last `count` positions. A sliding layer does not get older rows back: quality only."""

@@ -16,8 +16,13 @@ from dflash_mlx.blocksize import Costs
 from dflash_mlx.config import SLIDING, DraftConfig
 from dflash_mlx.draft.context import DraftContext, FullLayer, SlidingLayer
 from dflash_mlx.draft.convolution import DynamicConvolution
-from dflash_mlx.draft.rope import make_rope
+from dflash_mlx.draft.rope import make_rope, rotation_by
 from dflash_mlx.draft.selector import CandidateSelector
+from dflash_mlx.kernels import qk_norm_rope, sdpa_rows
+from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.modules.linear import cases_of, linear
+from dflash_mlx.kernels.operation import Case
+from dflash_mlx.kernels.sdpa_rows import Sight
 from dflash_mlx.stats import Track
 from dflash_mlx.threads import compute_constants
 
@@ -38,35 +43,78 @@ class Attention(nn.Module):
         self.rope = make_rope(config)
         self._causal = config.is_causal(index)
         self._window = config.sliding_window if config.layer_types[index] == SLIDING else None
+        self._sight = Sight("causal" if self._causal else "full", self._window)
 
-    def keys_values(self, x: mx.array, position: int) -> tuple[mx.array, mx.array]:
+    def keys_values(self, x: mx.array, position: int | mx.array, kernels: Kernels = STOCK) -> tuple[mx.array, mx.array]:
         """[1, S, H] rows at position.. -> keys, values [1, kv_heads, S, D]."""
-        batch, rows, _ = x.shape
-        keys = self.k_norm(self.k_proj(x).reshape(batch, rows, self.n_kv_heads, -1)).transpose(0, 2, 1, 3)
-        values = self.v_proj(x).reshape(batch, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-        return self.rope(keys, offset=position), values
+        keys, values = self._keys_values(x, kernels)
+        (keys,) = self._turn(position, kernels, (keys, self.k_norm))
+        return keys, values
 
-    def __call__(self, x: mx.array, context: FullLayer | SlidingLayer, position: int) -> mx.array:
-        """[1, T, H] block rows at position.. -> [1, T, H]."""
-        batch, rows, _ = x.shape
-        queries = self.q_norm(self.q_proj(x).reshape(batch, rows, self.n_heads, -1)).transpose(0, 2, 1, 3)
-        queries = self.rope(queries, offset=position)
-        mask = self._mask(rows, context.rows)
-        keys, values = context.with_block(*self.keys_values(x, position))
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, rows, -1))
+    def _keys_values(self, x: mx.array, kernels: Kernels) -> tuple[mx.array, mx.array]:
+        """[1, S, H] -> keys as projected [1, S, kv_heads, D], and values [1, kv_heads, S, D]."""
+        shape = (*x.shape[:2], self.n_kv_heads, -1)
+        keys, values = (linear(layer, x, kernels).reshape(shape) for layer in (self.k_proj, self.v_proj))
+        return keys, values.transpose(0, 2, 1, 3)
 
-    def _mask(self, rows: int, context_rows: int) -> mx.array | None:
+    def _turn(
+        self, position: int | mx.array, kernels: Kernels, *heads: tuple[mx.array, nn.RMSNorm]
+    ) -> tuple[mx.array, ...]:
+        """[1, S, heads, D] each, with their norms -> [1, heads, S, D], normed and turned to position.."""
+        rotation = rotation_by(self.rope) if kernels.wired else None
+        if rotation is None:
+            return tuple(self.rope(norm(x).transpose(0, 2, 1, 3), offset=position) for x, norm in heads)
+        (first, norm), (second, other) = heads if len(heads) == 2 else (heads[0], (None, None))
+        start = mx.array(position, mx.int32).reshape(1, 1)
+        weights = (norm.weight, None if other is None else other.weight)
+        return kernels.run(qk_norm_rope.OPERATION, first, second, *weights, start, rotation, norm.eps)
+
+    def __call__(
+        self, x: mx.array, context: FullLayer | SlidingLayer, position: int | mx.array, kernels: Kernels = STOCK
+    ) -> mx.array:
+        """[1, T, H] block rows at position.. (int, or [1] int32) -> [1, T, H]."""
+        batch, rows, _ = x.shape
+        queries = linear(self.q_proj, x, kernels).reshape(batch, rows, self.n_heads, -1)
+        keys, values = self._keys_values(x, kernels)
+        queries, keys = self._turn(position, kernels, (queries, self.q_norm), (keys, self.k_norm))
+
+        def joined() -> tuple[mx.array, mx.array, mx.array | None]:
+            mask = self._mask(rows, context)
+            return *context.with_block(keys, values), mask
+
+        seen = context.seen if kernels.wired else None
+        (out,) = kernels.run(
+            sdpa_rows.OPERATION, queries, seen, keys, values, scale=self.scale, sight=self._sight, joined=joined
+        )
+        return linear(self.o_proj, out, kernels)
+
+    def cases(self) -> list[Case]:
+        """What has to be raced before the kernel serves this layer."""
+        stored = self.q_norm.weight.dtype
+        dtype = mx.float32 if stored == mx.float16 else stored  # of the activations, as `DraftModel.dtype`
+        heads, sight = (self.n_heads, self.n_kv_heads), self._sight
+        dim, rotation = round(self.scale**-2), rotation_by(self.rope)
+        cases = sdpa_rows.cases_of(dtype, dim, *heads, mode=sight.mode, window=sight.window)
+        if rotation is None or stored != dtype:
+            return cases
+        block = qk_norm_rope.case_of(dtype, *heads, dim, rotation, normed=True)
+        context = qk_norm_rope.case_of(dtype, self.n_kv_heads, 0, dim, rotation, normed=True)
+        return [*cases, block, context]
+
+    def _mask(self, rows: int, context: FullLayer | SlidingLayer) -> mx.array | None:
         """[T, context + T] of bool, or None where every row sees everything.
 
-        Row i sees a key iff the key is less than a window before it and, in a causal layer, not after it.
+        Row i sees a key iff the key is less than a window before it and, in a causal layer, not after it; and none that
+        is not final.
         """
-        if not self._causal and self._window is None:
+        if not self._causal and self._window is None and context.ahead is None:
             return None
-        query = mx.arange(context_rows, context_rows + rows)[:, None]
-        key = mx.arange(context_rows + rows)[None]
-        seen = query >= key if self._causal else mx.ones((rows, context_rows + rows), dtype=mx.bool_)
-        return seen if self._window is None else seen & (query - key < self._window)
+        key, final = context.places(rows)
+        query = mx.arange(rows)[:, None]
+        seen = query >= key if self._causal else mx.ones((rows, len(key)), dtype=mx.bool_)
+        if self._window is not None:
+            seen = seen & (query - key < self._window)
+        return seen if final is None else seen & final
 
 
 class MLP(nn.Module):
@@ -76,8 +124,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def __call__(self, x: mx.array, kernels: Kernels = STOCK) -> mx.array:
+        gated = swiglu(linear(self.gate_proj, x, kernels), linear(self.up_proj, x, kernels))
+        return linear(self.down_proj, gated, kernels)
 
 
 class Layer(nn.Module):
@@ -92,14 +141,19 @@ class Layer(nn.Module):
             self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
             self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
-    def __call__(self, x: mx.array, context: FullLayer | SlidingLayer, position: int) -> mx.array:
+    def __call__(
+        self, x: mx.array, context: FullLayer | SlidingLayer, position: int | mx.array, kernels: Kernels = STOCK
+    ) -> mx.array:
         def attend(rows: mx.array) -> mx.array:
-            return self.self_attn(rows, context, position)
+            return self.self_attn(rows, context, position, kernels)
+
+        def feed(rows: mx.array) -> mx.array:
+            return self.mlp(rows, kernels)
 
         u = self.input_layernorm(x)
         h = x + (self.attention_conv.around(attend, u) if self._convolves else attend(u))
         u = self.post_attention_layernorm(h)
-        return h + (self.mlp_conv.around(self.mlp, u) if self._convolves else self.mlp(u))
+        return h + (self.mlp_conv.around(feed, u) if self._convolves else feed(u))
 
 
 class DraftModel(nn.Module):
@@ -172,35 +226,53 @@ class DraftModel(nn.Module):
     def make_context(self, start: int = 0) -> DraftContext:
         return DraftContext(self.config, start, window=self.context_window)
 
-    def extend(self, context: DraftContext, features: mx.array) -> None:
+    def extend(
+        self,
+        context: DraftContext,
+        features: mx.array,
+        count: mx.array | None = None,
+        kernels: Kernels = STOCK,
+    ) -> None:
         """Add committed positions.
 
         Args:
             features: [1, S, n_taps * H] outputs of the tapped target layers, of positions context.length...
+            count: [1] int32: only so many of them are committed, and `context.settle` will say how many. None is all.
+            kernels: what runs the operations.
         """
         rows = features.shape[1]
-        fused = self.hidden_norm(self.fc(features.astype(self.dtype)))  # [1, S, H]: project, then norm
+        fused = linear(self.fc, features.astype(self.dtype), kernels)
+        fused = self.hidden_norm(fused)  # [1, S, H]: project, then norm
+        if count is not None:  # a row that is dropped is not seen, but its NaN would be
+            fused = mx.where(mx.arange(rows)[:, None] < count, fused, 0)
         start, context.length = context.length, -1  # after an interrupt between two layers it covers nothing
         for layer, state in zip(self.layers, context.layers, strict=True):
-            skip = rows - state.rows_for(rows)
-            state.append(*layer.self_attn.keys_values(fused[:, skip:], start + skip))
-        context.length = start + rows
+            skip = rows - state.rows_for(rows) if count is None else 0
+            state.append(*layer.self_attn.keys_values(fused[:, skip:], start + skip, kernels), count)
+        context.length = start + rows if count is None else start
 
-    def denoise(self, embeddings: mx.array, context: DraftContext) -> mx.array:
+    def denoise(self, embeddings: mx.array, context: DraftContext, kernels: Kernels = STOCK) -> mx.array:
         """One forward over a block.
 
         Args:
-            embeddings: [1, K+1, H] the target's embeddings of [anchor, mask x K]; the anchor is at position
-                context.length.
+            embeddings: [1, K+1, H] the target's embeddings of [anchor, mask x K]; the anchor is at
+                context.position.
+            kernels: what runs the operations.
         Returns:
-            [1, K, H] after the final norm; row k predicts the token at position context.length + 1 + k.
+            [1, K, H] after the final norm; row k predicts the token at context.position + 1 + k.
         """
         h = embeddings.astype(self.dtype)
         if self.config.input_embedding_scale != 1.0:
             h = h * self.config.input_embedding_scale
+        position = context.position
         for layer, state in zip(self.layers, context.layers, strict=True):
-            h = layer(h, state, context.length)
+            h = layer(h, state, position, kernels)
         return self.norm(h[:, 1:])
+
+    def cases(self) -> list[Case]:
+        """What has to be raced before the kernel serves its linear layers; its attention says what it wants itself."""
+        called = [m for name, m in self.named_modules() if name.endswith("_proj") or name in ("fc", "lm_head")]
+        return [case for module in called for case in cases_of(module, self.dtype)]
 
     def embed(self, ids: mx.array) -> mx.array:
         """[1, T] -> [1, T, H] through its own embedding, if it has one; the target's may have more rows."""

@@ -17,6 +17,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.kernels.rotation import Rotation, rotation_of
 
 
 class YarnRope(nn.Module):
@@ -39,6 +40,16 @@ class YarnRope(nn.Module):
             offset=offset,
             freqs=self._freqs,
         )
+
+    @property
+    def rotation(self) -> Rotation:
+        """The same as data; all dimensions of a head turn, so all are scaled."""
+        return Rotation(self._dims, freqs=self._freqs, mscale=self._scale, traditional=self._traditional)
+
+
+def rotation_by(rope: nn.Module) -> Rotation | None:
+    """What a module of `make_rope` does, as data; None where it changes with the length (dynamic NTK)."""
+    return rope.rotation if isinstance(rope, YarnRope) else rotation_of(rope)
 
 
 def _yarn_freqs(dims: int, theta: float, factor: float, scaling: Mapping[str, Any]) -> mx.array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +17,19 @@ import mlx.nn as nn
 from dflash_mlx.config import Selector
 
 Choose = Callable[[mx.array, int], mx.array]
+
+
+class Candidates(NamedTuple):
+    """The best few tokens of K rows: ids [K, C] int32, which ascend, so that ties go to the lowest; logits float32."""
+
+    ids: mx.array
+    logits: mx.array
+
+    @classmethod
+    def sorted(cls, ids: mx.array, logits: mx.array) -> Candidates:
+        """From any order."""
+        order = mx.argsort(ids, axis=1)
+        return cls(*(mx.take_along_axis(array, order, axis=1) for array in (ids, logits)))
 
 
 @dataclass(frozen=True)
@@ -45,22 +59,23 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.random.normal((vocab_size, shape.rank), scale=shape.rank**-0.5)
         self.hidden_projection = nn.Linear(hidden_size, shape.rank, bias=False)
 
-    def walk(self, hidden: mx.array, logits: mx.array, anchor: int, choose: Choose) -> Path:
+    def walk(self, hidden: mx.array, logits: mx.array | Candidates, anchor: mx.array, choose: Choose) -> Path:
         """Choose a path, left to right, without reading anything.
 
         Args:
             hidden: [K, H] after the final norm.
-            logits: [K, V] after the draft's transform; only columns that the codebooks have are candidates.
-            anchor: the token before row 0.
+            logits: [K, V] after the draft's transform; only columns that the codebooks have are candidates. Or the
+                candidates, if they are known.
+            anchor: [1] int32, the token before row 0.
             choose: (scores [1, C] float32, row) -> [1] int32, the index of the chosen candidate.
         """
         rows = self.predecessor_codebook.shape[0]
-        candidates, unary = self._candidates(logits[:, :rows])
+        candidates, unary = logits if isinstance(logits, Candidates) else self._candidates(logits[:, :rows])
         # Which candidate precedes is known only on the walk, but not many can: all pairs come from one product.
         hidden = self.hidden_projection(hidden).astype(mx.float32)  # [K, r]
         after = self.successor_codebook[candidates].astype(mx.float32) * hidden[:, None]  # [K, C, r]
         before = self.predecessor_codebook[candidates[:-1]].astype(mx.float32)  # [K-1, C, r]
-        start = self.predecessor_codebook[min(anchor, rows - 1)].astype(mx.float32)  # [r]
+        start = self.predecessor_codebook[mx.minimum(anchor, rows - 1)][0].astype(mx.float32)  # [r]
         pairs = before @ after[1:].swapaxes(1, 2)  # [K-1, C before, C after]
         scores = [unary[:1] + (after[0] @ start)[None]]  # [1, C] each
         chosen = [choose(scores[0], 0)]
@@ -71,9 +86,9 @@ class CandidateSelector(nn.Module):
         tokens = mx.take_along_axis(candidates, picked, axis=1)[:, 0]
         return Path(tokens, candidates, mx.concatenate(scores))
 
-    def _candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """[K, V] -> ids [K, C] int32 and their logits in float32; ids ascend, so that ties go to the lowest."""
+    def _candidates(self, logits: mx.array) -> Candidates:
+        """The best of [K, V]."""
         first = logits.shape[1] - min(self._top_k, logits.shape[1])
         ids = mx.argpartition(logits, kth=first, axis=1)[:, first:]
         ids = mx.sort(ids, axis=1).astype(mx.int32)
-        return ids, mx.take_along_axis(logits, ids, axis=1).astype(mx.float32)
+        return Candidates(ids, mx.take_along_axis(logits, ids, axis=1).astype(mx.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dflash_mlx.kernels.operation import Arrays, Case, Operation, Runner, on_metal
@@ -17,11 +17,20 @@ class Kernels:
     decide:  why a kernel is closed for a case, or None.
     runner:  executes launches.
     reasons: what was decided so far, by operation and case; None is "kernel".
+    views:   of models, in which modules call these kernels: `view`.
     """
 
     def __init__(self, wired: bool, decide: Decide, runner: Runner = on_metal) -> None:
         self.wired, self.decide, self.runner = wired, decide, runner
         self.reasons: dict[Case, str | None] = {}
+        self.views: dict[int, Any] = {}
+
+    def prepare(self, cases: Iterable[Case], progress: Callable[[str, float | None], None] | None = None) -> None:
+        """Find out what may open for these cases, if that takes work."""
+
+    def notes(self, cases: Iterable[Case]) -> tuple[str, ...]:
+        """What the user should know of how these cases run."""
+        return ()
 
     def closed(self, operation: Operation, *arguments: Any, **options: Any) -> str | None:
         """Why these arguments go to the reference, or None."""

@@ -26,6 +26,7 @@ class MetalKernel:
     body:    statements; inputs, outputs, template values and the thread attributes they name are in scope.
     header:  what the body calls.
     contiguous: False passes views as they are, and the body has to use `<input>_strides` (elements, int64).
+    partial: outputs of which a launch may leave parts unwritten, that nothing reads.
     """
 
     name: str
@@ -34,6 +35,7 @@ class MetalKernel:
     body: str
     header: str
     contiguous: bool = True
+    partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Operation:
                 first rows; None where an operation has no rows.
     floor:      bytes that each input has to be read at least, by the kernel's layout: name of the input -> bytes.
     widths:     the two numbers of rows that a race is run at.
+    stock:      what the race is against, where that is not the reference: the same arguments, results of no interest.
     matrix:     whether it uses simdgroup matrices, which start closed on M5 (generation 17) and newer.
     """
 
@@ -134,4 +137,5 @@ class Operation:
     first_rows: Callable[[Call, int], Call] | None
     floor: Callable[..., dict[str, int]]
     widths: tuple[int, int] = (8, 16)
+    stock: Callable[..., Arrays] | None = None
     matrix: bool = False

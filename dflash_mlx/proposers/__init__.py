@@ -6,7 +6,7 @@ tokens are a guess that the target may confirm.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -42,6 +42,33 @@ class Proposer(Protocol):
 
     def evaluate(self) -> None:
         """Finish pending device work on what was observed."""
+        ...
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A proposer that can draft before the host knows what was accepted: the pipelined cycle.
+
+    `propose_after` is `observe` and `propose` in one; then comes `settle`, once, before anything else is called. What
+    it proposed may be dropped without a word.
+    """
+
+    def propose_after(
+        self, features: mx.array | None, count: mx.array, anchor: mx.array, limit: int, position: int
+    ) -> Proposal:
+        """Up to `limit` tokens after the anchor, 1 or more asked for; lazy, and without reading anything.
+
+        Args:
+            features: [1, L, len(taps) * H] of a block of which only the first `count` positions become final.
+            count: [1] int32.
+            anchor: [1] int32, the last token that the block makes.
+            position: absolute position of the first token that the block makes; of the first proposed one it is
+                position + count.
+        """
+        ...
+
+    def settle(self, kept: int) -> None:
+        """The first `kept` positions of that block became final; 0 where it was given up. May be called without one."""
         ...
 
 

@@ -10,8 +10,12 @@ import mlx.core as mx
 
 from dflash_mlx.draft.context import DraftContext
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.draft.selector import Candidates
+from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.modules.linear import linear
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
+from dflash_mlx.proposers.head import best_of_head
+from dflash_mlx.sampling import Draws, Position, SamplingPolicy, log_probs
 from dflash_mlx.targets import Target
 
 
@@ -20,8 +24,9 @@ class BlockProposer:
 
     policy, draws: given for rejection sampling, where drafts are sampled from q and q is handed over; None for
         the draft's best guess per position.
+    kernels: what runs the draft's operations.
     last: [K] int32, the tokens of the last proposal before `Proposal.within`: -1 in a row that was not finite. None if
-        nothing was proposed.
+        nothing was proposed. A proposal that was drafted ahead is the last one from `settle` on.
     """
 
     def __init__(
@@ -31,11 +36,13 @@ class BlockProposer:
         context: DraftContext,
         policy: SamplingPolicy | None = None,
         draws: Draws | None = None,
+        kernels: Kernels = STOCK,
     ) -> None:
         self.draft, self.target, self.context = draft, target, context
-        self.policy, self.draws = policy, draws
+        self.policy, self.draws, self.kernels = policy, draws, kernels
         self.taps = draft.config.target_layer_ids
         self.last: mx.array | None = None
+        self._coming: mx.array | None = None  # `last` after `settle`
         self._nothing = Proposal(mx.array([], dtype=mx.int32))
         self._waiting: list[mx.array] = []  # features that the context does not hold yet
 
@@ -44,29 +51,55 @@ class BlockProposer:
         if limit < 1:
             return self._nothing
         self._extend()
+        proposal = self._draft(mx.array([anchor], mx.int32), limit, position)
+        self.last = proposal.tokens
+        return proposal
+
+    def propose_after(
+        self, features: mx.array | None, count: mx.array, anchor: mx.array, limit: int, position: int
+    ) -> Proposal:
+        self._extend()
+        assert features is not None  # a draft has taps
+        self.draft.extend(self.context, features, count, self.kernels)
+        proposal = self._draft(anchor, limit, position + count)
+        self._coming = proposal.tokens
+        return proposal
+
+    def settle(self, kept: int) -> None:
+        self.context.settle(kept)
+        if kept and self._coming is not None:
+            self.last = self._coming
+        self._coming = None
+
+    def _draft(self, anchor: mx.array, limit: int, position: Position) -> Proposal:
+        """K = `limit` tokens after the anchor [1], the first of them at `position`."""
         hidden = self._denoise(anchor, limit)  # [K, H]
         finite = mx.isfinite(hidden).all(axis=-1)  # [K]
         hidden = mx.where(finite[:, None], hidden, 0)  # NaN has no order, by which candidates are found
         tokens, probs = self._choose(hidden, anchor, position)
-        self.last = mx.where(finite, tokens, -1)
         # In a row that was not finite no token was drawn: a q of NaN has it rejected, and the target chooses by p.
-        return Proposal(self.last, None if probs is None else mx.where(finite[:, None], probs, mx.nan))
+        probs = None if probs is None else mx.where(finite[:, None], probs, mx.nan)
+        return Proposal(mx.where(finite, tokens, -1), probs)
 
-    def _denoise(self, anchor: int, limit: int) -> mx.array:
+    def _denoise(self, anchor: mx.array, limit: int) -> mx.array:
         """[K, H] after the draft's final norm."""
-        ids = mx.array([[anchor] + [self.draft.config.mask_token_id] * limit])  # [1, K+1]
+        masks = mx.full((limit,), self.draft.config.mask_token_id, mx.int32)
+        ids = mx.concatenate([anchor, masks])[None]  # [1, K+1]
         embed = self.draft.embed if self.draft.config.own_embedding else self.target.block_rows
-        return self.draft.denoise(embed(ids), self.context)[0]
+        return self.draft.denoise(embed(ids), self.context, self.kernels)[0]
 
-    def _choose(self, hidden: mx.array, anchor: int, position: int) -> tuple[mx.array, mx.array | None]:
+    def _choose(self, hidden: mx.array, anchor: mx.array, position: Position) -> tuple[mx.array, mx.array | None]:
         """[K, H] -> tokens [K] int32, and q [K, V] if they are sampled."""
         draft, vocab_size = self.draft, self.target.spec.vocab_size
-        logits = self._logits(hidden)  # [K, rows of the head]
         if draft.config.selector is not None:
-            logits = draft.over_target_ids(logits, vocab_size)[:, : draft.known_tokens]
-            return self._walk(hidden, logits, anchor, position)
+            known = best_of_head(hidden, draft, self.target, self.kernels)
+            if known is None:
+                logits = draft.over_target_ids(self._logits(hidden), vocab_size)[:, : draft.known_tokens]
+            return self._walk(hidden, logits if known is None else known, anchor, position)
         if self.policy is None or self.draws is None:
-            return draft.target_ids(mx.argmax(logits, axis=-1)), None
+            best = best_of_head(hidden, draft, self.target, self.kernels)
+            return draft.target_ids(best.ids[:, 0] if best else mx.argmax(self._logits(hidden), axis=-1)), None
+        logits = self._logits(hidden)  # [K, rows of the head]
         logits = draft.over_target_ids(logits, vocab_size)
         weights = self.policy.log_weights(log_probs(logits))
         return self.draws.categorical(weights, "draft", position), _softmax(weights)
@@ -76,10 +109,12 @@ class BlockProposer:
         if self.draft.config.draft_vocab_size is None:
             logits = self.target.head(hidden[None].astype(self.target.spec.dtype))[0]
         else:
-            logits = self.draft.lm_head(hidden)
+            logits = linear(self.draft.lm_head, hidden, self.kernels)
         return self.draft.transform_logits(logits)
 
-    def _walk(self, hidden: mx.array, logits: mx.array, anchor: int, position: int) -> tuple[mx.array, mx.array | None]:
+    def _walk(
+        self, hidden: mx.array, logits: mx.array | Candidates, anchor: mx.array, position: Position
+    ) -> tuple[mx.array, mx.array | None]:
         """As `_choose`, along the selector's path. It takes the policy's temperature and none of its filters."""
         selector, draws = self.draft.candidate_selector, self.draws
         if self.policy is None or draws is None:
@@ -102,7 +137,7 @@ class BlockProposer:
         if self._waiting:
             features = self._waiting[0] if len(self._waiting) == 1 else mx.concatenate(self._waiting, axis=1)
             self._waiting = []
-            self.draft.extend(self.context, features)
+            self.draft.extend(self.context, features, kernels=self.kernels)
 
     def trim_to(self, length: int) -> None:
         self._extend()

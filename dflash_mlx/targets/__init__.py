@@ -10,13 +10,15 @@ this file, and one row in `tests/families.py`. A model of no registered family i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import TargetCache
+from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.view import view_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Target(Protocol):
 
     def head(self, normed: mx.array) -> mx.array:
         """[B, T, H] after a final norm -> [B, T, V]: the raw head, which the draft shares."""
+        ...
+
+    @property
+    def head_module(self) -> nn.Module:
+        """What `head` calls: a linear layer, or the embedding of a model that is tied to it."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -112,14 +119,22 @@ def adapter_of(model: nn.Module) -> Callable[[nn.Module], Target] | None:
     return _ADAPTERS.get(family(model)) if type(model).__module__.startswith("mlx_lm.models.") else None
 
 
-def target_for(model: nn.Module) -> Target:
+def target_for(model: nn.Module, kernels: Kernels = STOCK) -> Target:
     """The adapter of this model: its family's, or one that was probed, which `spec.note` says.
+
+    It runs the model's own modules, or with `kernels` those of a view in which some call them; `target.model` is the
+    model either way.
 
     Raises:
         UnsupportedTarget: nothing serves it; says what was found, what is supported and what to do.
     """
     adapter = adapter_of(model)
-    return adapter(model) if adapter else probe.probed(model)
+    make, note = (adapter, None) if adapter else probe.probed(model)
+    target = make(view_of(model, kernels))
+    target.model = model
+    if note is not None:
+        target.spec = replace(target.spec, note=note)
+    return target
 
 
 from dflash_mlx.targets import dense as dense  # noqa: E402  (registers its families)

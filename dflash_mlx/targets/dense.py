@@ -71,8 +71,12 @@ class DenseTarget:
     def block_rows(self, ids: mx.array) -> mx.array:
         return self.embed(ids)
 
+    @property
+    def head_module(self) -> nn.Module:
+        return self.embedding if self.tied else getattr(self.text, self.names.head)
+
     def head(self, normed: mx.array) -> mx.array:
-        return self.embedding.as_linear(normed) if self.tied else getattr(self.text, self.names.head)(normed)
+        return self.head_module.as_linear(normed) if self.tied else self.head_module(normed)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self.head(self.final_norm(hidden))

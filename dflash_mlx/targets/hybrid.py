@@ -62,10 +62,14 @@ class HybridTarget(DenseTarget, ABC):
 
 
 def _recurrent(parts: Parts, h: mx.array, mask: mx.array | None, state: RecurrentState, entry: object) -> mx.array:
-    """[B, T, H] through one recurrent layer, which is told how to run again over fewer rows."""
+    """[B, T, H] through one recurrent layer, of which is recorded how to come to the state after fewer rows."""
     rows = parts.norm(h)
-    state.record(_Replay(parts.mixer, rows, entry))
-    h = h + parts.mixer(rows, mask=mask, cache=entry)
+    taped = getattr(parts.mixer, "taped", None)  # a module of ours that keeps a tape of the blocks that suit it
+    mixed = taped(rows, mask, state) if taped else None
+    if mixed is None:
+        state.record(_Replay(parts.mixer, rows, entry))
+        mixed = parts.mixer(rows, mask=mask, cache=entry)
+    h = h + mixed
     if parts.mlp is not None:
         norm, mlp = parts.mlp
         h = h + mlp(norm(h))

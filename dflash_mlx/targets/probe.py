@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -47,8 +47,8 @@ class _Verdict:
 _verdicts: dict[int, _Verdict] = {}  # by id, since a module is an unhashable dict; dropped with the model
 
 
-def probed(model: nn.Module) -> Target:
-    """The adapter of a model whose file has none.
+def probed(model: nn.Module) -> tuple[Make, str]:
+    """What builds the adapter of a model whose file has none, and the note about it.
 
     Raises:
         UnsupportedTarget: it cannot be served; says which check failed and what to do.
@@ -63,9 +63,7 @@ def probed(model: nn.Module) -> Target:
             f"have: {', '.join(supported())}), and the generic one does not serve it: {verdict.text}. Tokens could "
             "differ from the model's own. Generate with mlx_lm, or add a file to dflash_mlx/targets."
         )
-    target = verdict.make(model)
-    target.spec = replace(target.spec, note=verdict.text)
-    return target
+    return verdict.make, verdict.text
 
 
 class _Unfit(Exception):

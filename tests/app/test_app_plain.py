@@ -162,9 +162,11 @@ def test_arguments_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, "-p", "hi", "--model", "m", "--draft", "none", "--gguf", "x.gguf", "--dtype", "bfloat16",
         "--blas", "off", "--mode", "plain", "--block-size", "8", "--max-tokens", "9", "--temp", "0.5",
         "--top-p", "0.9", "--min-p", "0.1", "--top-k", "5", "--seed", "3", "--system", "Be kind.",
-        "--draft-bits", "4", "--draft-group-size", "32", "--draft-window", "9",
+        "--draft-bits", "4", "--draft-group-size", "32", "--draft-window", "9", "--kernels", "off",
     )  # fmt: skip
-    assert load == LoadModel("m", None, "bfloat16", "off", "x.gguf", draft_bits=4, draft_group_size=32, draft_window=9)
+    assert load == LoadModel(
+        "m", None, "bfloat16", "off", "x.gguf", draft_bits=4, draft_group_size=32, draft_window=9, kernels="off"
+    )
     assert settings == Settings(0.5, 0.9, 0.1, 5, 9, 8, "plain", "Be kind.", 3)
     assert questions == ["hi"]
 

@@ -1,0 +1,242 @@
+"""What may use its kernel on this machine: wishes, rules about chips, and verdicts of races.
+
+`load` has the cases of a pair raced (`Gate.prepare`), once per chip, system, MLX version and kernel; everything else
+only looks verdicts up. Where nothing may open, `select` gives kernels that are not wired in, and mlx_lm's modules run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.demo import default_cache_dir
+from dflash_mlx.demo.lock import exclusive
+from dflash_mlx.kernels.chip import Chip, this_chip
+from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.operation import Case, Operation
+from dflash_mlx.kernels.race import Verdict
+from dflash_mlx.kernels.race_file import Conditions, RaceFile
+from dflash_mlx.kernels.race_watch import Raced, race_all
+
+UNRACED = "not raced here yet, which dflash_mlx.load does"
+_RULES = 1  # of `numerics` and `race`; another number has everything raced again
+
+Progress = Callable[[str, float | None], None]
+Race = Callable[[Sequence[Case]], Generator[Raced]]
+
+
+def parse_wish(wish: str | Kernels) -> frozenset[str] | None:
+    """The operations that may open: None for all ("auto"), none for "off".
+
+    Raises:
+        ValueError: no such operation; names the legal ones.
+    """
+    names = [name.strip() for name in wish.split(",")] if isinstance(wish, str) else []
+    if isinstance(wish, Kernels) or names == ["auto"]:
+        return None
+    if names == ["off"]:
+        return frozenset()
+    legal = sorted(all_operations())
+    if not names or any(name not in legal for name in names):
+        raise ValueError(
+            f"`kernels` has to be 'auto', 'off', or one or more of {', '.join(legal)}, separated by "
+            f"commas, got {wish!r}."
+        )
+    return frozenset(names)
+
+
+def all_operations() -> Mapping[str, Operation]:
+    """By name. Imported when they are asked for: where no kernel runs, none is read."""
+    from dflash_mlx.kernels.registry import OPERATIONS
+
+    return OPERATIONS
+
+
+def select(wish: str | Kernels, gate: Gate | None = None) -> Kernels:
+    """What `kernels=` of the library means here.
+
+    Raises:
+        ValueError: as `parse_wish`.
+    """
+    if isinstance(wish, Kernels):
+        return wish
+    names = parse_wish(wish)
+    return STOCK if names is not None and not names else (gate or this_gate()).kernels_for(names)
+
+
+def this_gate() -> Gate:
+    """The gate of this machine, whose verdicts are in the user's cache folder."""
+    return _gate(this_chip(), default_cache_dir() / "kernels.json")
+
+
+@cache
+def _gate(chip: Chip, path: Path) -> Gate:
+    return Gate(chip, RaceFile(path))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What an operation runs on: `opened` of `cases` on its kernel; the first reason of the others."""
+
+    operation: str
+    opened: int
+    cases: int
+    reason: str | None
+
+    def __str__(self) -> str:
+        if not self.cases or self.opened == self.cases:
+            return self.operation
+        return f"{self.operation} ({f'{self.opened} of {self.cases} shapes; ' if self.opened else ''}{self.reason})"
+
+
+class Gate:
+    """Looks verdicts up, and has them found.
+
+    Args:
+        race: judges cases in a process of its own.
+    """
+
+    def __init__(
+        self,
+        chip: Chip,
+        file: RaceFile,
+        race: Race = race_all,
+        operations: Mapping[str, Operation] | None = None,
+        mlx: str = mx.__version__,  # type: ignore[attr-defined]
+    ) -> None:
+        self.chip, self.file = chip, file
+        self._race, self._operations, self._mlx = race, operations, mlx
+        self._kernels: dict[frozenset[str] | None, Gated] = {}
+        self._held: dict[Case, Verdict] | None = None
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        return all_operations() if self._operations is None else self._operations
+
+    def kernels_for(self, names: frozenset[str] | None) -> Gated:
+        """One object per wish, since views of models are kept for it."""
+        return self._kernels.setdefault(names, Gated(self, names))
+
+    def rule(self, operation: Operation, names: frozenset[str] | None) -> str | None:
+        """Why an operation is closed whatever races say, or None."""
+        if self.chip.closed is not None:
+            return self.chip.closed
+        if names is not None and operation.name not in names:
+            return "not among the kernels that were asked for"
+        return self.chip.matrix_closed if operation.matrix and names is None else None
+
+    def closed(self, operation: Operation, case: Case, names: frozenset[str] | None) -> str | None:
+        """Why this case of an operation is on stock, or None."""
+        rule = self.rule(operation, names)
+        if rule is not None:
+            return rule
+        verdict = self.held.get(case)
+        return UNRACED if verdict is None else verdict.reason
+
+    @property
+    def held(self) -> dict[Case, Verdict]:
+        """The verdicts that hold under the present conditions."""
+        if self._held is None:
+            self._held = {}
+            self._read()
+        return self._held
+
+    def _read(self) -> None:
+        for (conditions, case), verdict in self.file.read().items():
+            operation = self.operations.get(case.operation)
+            if operation is not None and conditions == self.conditions(operation):
+                self.held.setdefault(case, verdict)
+
+    def conditions(self, operation: Operation) -> Conditions:
+        return Conditions(self.chip.architecture, self.chip.system, self._mlx, digest(operation))
+
+    def prepare(
+        self, cases: Iterable[Case], names: frozenset[str] | None = None, progress: Progress | None = None
+    ) -> None:
+        """Race the cases that nothing is known of. One process at a time: two would slow each other.
+
+        An exception that `progress` raises ends it; what was found until then is kept.
+        """
+        missing = self._missing(dict.fromkeys(cases), names)
+        if not missing:
+            return
+        tell = progress or (lambda message, share: None)
+        with self._alone(tell):
+            self._read()
+            missing = self._missing(missing, names)
+            if missing:
+                self._raced(missing, tell)
+        for kernels in self._kernels.values():
+            kernels.reasons.clear()
+            kernels.views.clear()  # modules keep what was decided for them
+
+    def _missing(self, cases: Iterable[Case], names: frozenset[str] | None) -> list[Case]:
+        known = ((self.operations.get(case.operation), case) for case in cases)
+        return [case for operation, case in known if operation and self.closed(operation, case, names) is UNRACED]
+
+    def _raced(self, cases: list[Case], tell: Progress) -> None:
+        tell(f"Racing kernels on this machine, once: {cases[0].operation}", 0.0)
+        with contextlib.closing(self._race(cases)) as found:
+            for done, raced in enumerate(found, 1):
+                self.held[raced.case] = raced.verdict
+                if raced.keep:
+                    conditions = self.conditions(self.operations[raced.case.operation])
+                    self.file.add({(conditions, raced.case): raced.verdict})
+                tell(f"Racing kernels on this machine, once: {raced.case.operation}", done / len(cases))
+
+    @contextlib.contextmanager
+    def _alone(self, tell: Progress) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a disk that cannot be written has no lock, and keeps no verdicts
+                self.file.path.parent.mkdir(parents=True, exist_ok=True)
+                lock = self.file.path.with_suffix(".lock")
+                stack.enter_context(exclusive(lock, tell, "Waiting for another process to race kernels"))
+            yield
+
+    def uses(self, cases: Iterable[Case], names: frozenset[str] | None = None) -> list[Use]:
+        """What the operations of these cases run on."""
+        found: dict[str, Use] = {}
+        for case in dict.fromkeys(cases):
+            operation = self.operations.get(case.operation)
+            if operation is not None:
+                reason = self.closed(operation, case, names)
+                use = found.get(operation.name, Use(operation.name, 0, 0, None))
+                opened, reasons = use.opened + (reason is None), use.reason or reason
+                found[operation.name] = replace(use, opened=opened, cases=use.cases + 1, reason=reasons)
+        return list(found.values())
+
+
+class Gated(Kernels):
+    """Kernels that run where the gate opens them. names: the only ones that may; None is all."""
+
+    def __init__(self, gate: Gate, names: frozenset[str] | None) -> None:
+        super().__init__(gate.chip.closed is None, lambda operation, case: gate.closed(operation, case, names))
+        self.gate, self.names = gate, names
+
+    def prepare(self, cases: Iterable[Case], progress: Progress | None = None) -> None:
+        self.gate.prepare(cases, self.names, progress)
+
+    def notes(self, cases: Iterable[Case]) -> tuple[str, ...]:
+        if self.gate.chip.closed is not None:
+            return () if self.names is None else (f"no kernel is used: {self.gate.chip.closed}",)
+        uses = self.gate.uses(cases, self.names)
+        opened, stock = ([str(use) for use in uses if bool(use.opened) is on] for on in (True, False))
+        parts = [f"{kind}: {', '.join(texts)}" for kind, texts in (("kernels", opened), ("stock", stock)) if texts]
+        return (*(["; ".join(parts)] if parts else []), *filter(None, [self.gate.file.note]))
+
+
+@cache
+def digest(operation: Operation) -> str:
+    """Of everything that a verdict is about: the kernels' text, and the file that launches them."""
+    text = [repr((_RULES, operation.widths, operation.kernels))]
+    with contextlib.suppress(OSError, TypeError, KeyError):  # its Python is not there as text
+        text.append(inspect.getsource(sys.modules[operation.launch.__module__]))
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

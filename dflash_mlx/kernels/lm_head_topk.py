@@ -1,0 +1,329 @@
+"""The best few tokens of every row, from the head's weights, without writing the logits.
+
+    lm_head_topk(hidden, head, k, bitmask=None, softcap=None, lse=False) -> values, ids [, lse]
+
+| argument | what |
+|---|---|
+| hidden [M, H] | rows after the final norm; the kernel takes M <= 16 |
+| head          | `Head`: dense [V, H] of hidden's type, or MLX's affine quantisation in 4 or 8 bits |
+| k             | how many, 1..V; the kernel takes up to 16 |
+| bitmask [M, ceil(V / 32)] | uint32, bit n % 32 of word n / 32 allows token n; None allows all |
+| softcap       | logits z become tanh(z / softcap) * softcap |
+
+| result | what |
+|---|---|
+| values [M, k] float32 | largest first |
+| ids [M, k] int32      | theirs; of equal logits the lowest id first, so k = 1 is `mx.argmax` |
+| lse [M] float32       | log of the sum of exp over all logits |
+
+Logits are rounded to hidden's type before they are compared, each step of the soft cap too. A forbidden token and NaN
+count as -inf. The kernel reads every weight once, whatever M; rows do not depend on M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.metal import source
+
+_LISTS = (1, 4, 8, 16)  # lengths that kernels are compiled for
+_ROWS = (8, 16)
+_GROUPS = 8  # SIMD-groups that merge one row
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Weights of a projection without bias: [V, H], or [V, H * bits / 32] uint32 with [V, H / group_size] beside it.
+
+    through: the layer they are from, [1, M, H] -> [1, M, all its rows]: what runs where the kernel does not.
+    """
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 0
+    group_size: int = 1
+    through: Callable[[mx.array], mx.array] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.weight)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[M, H] -> [M, V], as mlx's layers compute it."""
+        if self.through is not None:
+            return self.through(hidden[None])[0, :, : self.vocab_size]
+        if self.scales is None:
+            return hidden @ self.weight.T
+        return mx.quantized_matmul(
+            hidden, self.weight, self.scales, self.biases, transpose=True, group_size=self.group_size, bits=self.bits
+        )
+
+    def first(self, rows: int) -> Head:
+        """Without the rows of the vocabulary from `rows` on."""
+        if rows >= self.vocab_size:
+            return self
+        weight, scales, biases = (None if a is None else a[:rows] for a in (self.weight, self.scales, self.biases))
+        assert weight is not None
+        return replace(self, weight=weight, scales=scales, biases=biases)
+
+
+_INPUTS = ("x", "w", "scales", "biases", "bitmask", "cap", "tile")
+_HEADER = source("lm_head_topk")
+
+
+def _kernels(lse: bool) -> tuple[MetalKernel, MetalKernel]:
+    """The two launches; Metal has to be told of every output, so there are two pairs."""
+    part, suffix = ("part_lse", "_lse") if lse else ("part_value", "")
+    best = MetalKernel(
+        name=f"dflash_lm_head_topk{suffix}",
+        inputs=_INPUTS,
+        outputs=("part_value", "part_id", *(["part_lse"] if lse else [])),
+        body=f"""
+        best_of_tile<T, BITS, GS, MT, KTOP, MASK, CAP, {str(lse).lower()}>(
+            x, w, scales, biases, bitmask, cap, tile, x_shape[0], w_shape[0], x_shape[1],
+            int(threadgroups_per_grid.y), part_value, part_id, {part}, int(threadgroup_position_in_grid.y),
+            int(thread_index_in_simdgroup));
+        """,
+        header=_HEADER,
+    )
+    join = """
+        if (group == GROUPS - 1) {
+            join_parts(part_lse + int64_t(row) * tiles * 2, tiles, lse + row, lane);
+        }
+    """
+    merge = MetalKernel(
+        name=f"dflash_topk_merge{suffix}",
+        inputs=("part_value", "part_id", *(["part_lse"] if lse else [])),
+        outputs=("value", "id", *(["lse"] if lse else [])),
+        body=f"""
+        threadgroup float lists[GROUPS * KTOP];
+        threadgroup int list_ids[GROUPS * KTOP];
+        const int row = int(threadgroup_position_in_grid.z), tiles = part_value_shape[1];
+        const int group = int(simdgroup_index_in_threadgroup), lane = int(thread_index_in_simdgroup);
+        const int count = tiles * KTOP;
+        {join if lse else ""}
+        best_of_parts<KTOP, GROUPS>(
+            part_value + int64_t(row) * count, part_id + int64_t(row) * count, count, value + row * KTOP,
+            id + row * KTOP, lists, list_ids, group, lane);
+        """,
+        header=_HEADER,
+    )
+    return best, merge
+
+
+_PLAIN, _WITH_LSE = _kernels(False), _kernels(True)
+
+
+def reference(
+    hidden: mx.array,
+    head: Head,
+    k: int,
+    bitmask: mx.array | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+) -> Arrays:
+    logits = head.logits(hidden)  # [M, V]
+    if softcap is not None:
+        logits = mx.tanh(logits / softcap) * softcap
+    logits = mx.where(mx.isnan(logits), -mx.inf, logits)
+    if bitmask is not None:
+        token = mx.arange(head.vocab_size)
+        allowed = (bitmask[:, token // 32] >> (token % 32).astype(mx.uint32)) & 1
+        logits = mx.where(allowed.astype(mx.bool_), logits, -mx.inf)
+    # Sorting is stable: of equal logits the lowest id stays first.
+    ids = mx.argmax(logits, axis=1, keepdims=True) if k == 1 else mx.argsort(-logits, axis=1)[:, :k]
+    values = mx.take_along_axis(logits, ids, axis=1).astype(mx.float32)
+    best = (values, ids.astype(mx.int32))
+    return (*best, mx.logsumexp(logits.astype(mx.float32), axis=1)) if lse else best
+
+
+def why_not(
+    hidden: mx.array,
+    head: Head,
+    k: int,
+    bitmask: mx.array | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+) -> str | None:
+    rows, width = hidden.shape
+    stored = head.weight.dtype if head.scales is None else head.scales.dtype
+    if rows > _ROWS[-1]:
+        return f"{rows} rows are more than {_ROWS[-1]}"
+    if k > min(_LISTS[-1], head.vocab_size):
+        return f"{k} tokens are more than {min(_LISTS[-1], head.vocab_size)}"
+    if head.scales is not None and (head.bits not in (4, 8) or head.biases is None):
+        return f"a head quantised to {head.bits} bits"
+    if hidden.dtype not in (mx.float16, mx.bfloat16, mx.float32) or stored != hidden.dtype:
+        return f"rows of {hidden.dtype} and a head of {stored}"
+    return f"rows of {width} values are no multiple of 4" if width % 4 else None
+
+
+def _tile(vocab_size: int) -> int:
+    """Vocabulary rows of one SIMD-group: 64, and more where that makes over a thousand of them."""
+    return 64 * -(-vocab_size // 65536)
+
+
+def launch(
+    run: Runner,
+    hidden: mx.array,
+    head: Head,
+    k: int,
+    bitmask: mx.array | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+) -> Arrays:
+    rows, vocab_size, tile = len(hidden), head.vocab_size, _tile(head.vocab_size)
+    tiles = -(-vocab_size // tile)
+    length = next(size for size in _LISTS if size >= k)
+    # A buffer has to be there for an input that is not read.
+    nothing = mx.zeros((1,), mx.uint32)
+    cap = mx.array(softcap or 0.0, mx.float32)
+    best, merge = _WITH_LSE if lse else _PLAIN
+    parts = run(
+        best,
+        Launch(
+            inputs=(
+                hidden,
+                head.weight,
+                nothing if head.scales is None else head.scales,
+                nothing if head.biases is None else head.biases,
+                nothing if bitmask is None else bitmask,
+                cap,
+                mx.array(tile, mx.int32),
+            ),
+            shapes=((rows, tiles, length), (rows, tiles, length), (rows, tiles, 2))[: 2 + lse],
+            dtypes=(mx.float32, mx.int32, mx.float32)[: 2 + lse],
+            grid=(32, tiles, 1),
+            threadgroup=(32, 1, 1),
+            template=(
+                ("T", hidden.dtype),
+                ("BITS", head.bits),
+                ("GS", head.group_size),
+                ("MT", next(size for size in _ROWS if size >= rows)),
+                ("KTOP", length),
+                ("MASK", bitmask is not None),
+                ("CAP", softcap is not None),
+            ),
+        ),
+    )
+    values, ids, *sums = run(
+        merge,
+        Launch(
+            inputs=tuple(parts),
+            shapes=((rows, length), (rows, length), (rows,))[: 2 + lse],
+            dtypes=(mx.float32, mx.int32, mx.float32)[: 2 + lse],
+            grid=(32, _GROUPS, rows),
+            threadgroup=(32, _GROUPS, 1),
+            template=(("KTOP", length), ("GROUPS", _GROUPS)),
+        ),
+    )
+    return values[:, :k], ids[:, :k], *sums
+
+
+def case(
+    hidden: mx.array,
+    head: Head,
+    k: int,
+    bitmask: mx.array | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+) -> Case:
+    sizes = {
+        "vocab": head.vocab_size,
+        "hidden": hidden.shape[1],
+        "bits": head.bits,
+        "group": head.group_size,
+        "k": k,
+        "mask": int(bitmask is not None),
+        "cap": int(softcap is not None),
+        "lse": int(lse),
+    }
+    return Case("lm_head_topk", str(hidden.dtype).removeprefix("mlx.core."), tuple(sizes.items()))
+
+
+def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
+    """Random weights; hard: few different vocabulary rows, so that many logits tie, and rows of very different size.
+
+    Where they are not hard, all are small whole numbers: sums in any order have the same bits, so ids can be compared.
+    """
+    size, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    vocab, width, bits, group = size["vocab"], size["hidden"], size["bits"], size["group"]
+    keys = mx.random.split(mx.random.key(seed), 5)
+    distinct = min(vocab, 7) if hard else vocab
+
+    def words(shape: tuple[int, int], key: mx.array) -> mx.array:
+        return mx.random.randint(-(2**31), 2**31 - 1, shape, mx.int32, key).view(mx.uint32)
+
+    def whole(low: int, high: int, shape: tuple[int, int], key: mx.array) -> mx.array:
+        return mx.random.randint(low, high + 1, shape, mx.int32, key)
+
+    def repeated(weights: mx.array) -> mx.array:
+        return weights[mx.arange(vocab) % distinct] if hard else weights
+
+    if hard:
+        sizes = mx.array([1e-3, 1.0, 0.0, 30.0])[mx.arange(rows) % 4][:, None]
+        hidden = mx.random.normal((rows, width), key=keys[0]) * sizes
+    else:
+        hidden = whole(-1, 1, (rows, width), keys[0])
+    if bits:
+        codes = repeated(words((distinct, width * bits // 32), keys[1]))
+        codes = codes if hard or bits == 4 else codes & 0x0F0F0F0F
+        shape, half = (distinct, width // group), 2 ** (bits - 1) if hard else 8
+        scales = mx.random.uniform(0.5, 1.5, shape, key=keys[2]) / half if hard else whole(1, 2, shape, keys[2])
+        scales = repeated(scales).astype(dtype)
+        head = Head(codes, scales, -half * scales, bits, group)
+    else:
+        shape = (distinct, width)
+        weight = mx.random.normal(shape, key=keys[1]) * width**-0.5 if hard else whole(-8, 7, shape, keys[1])
+        head = Head(repeated(weight).astype(dtype))
+    mask = words((rows, -(-vocab // 32)), keys[3]) if size["mask"] else None
+    cap = 30.0 if size["cap"] else None
+    return Call((hidden.astype(dtype), head, size["k"], mask, cap, bool(size["lse"])))
+
+
+def first_rows(call: Call, rows: int) -> Call:
+    hidden, head, k, mask, *rest = call.arguments
+    return Call((hidden[:rows], head, k, None if mask is None else mask[:rows], *rest))
+
+
+def floor(
+    hidden: mx.array,
+    head: Head,
+    k: int,
+    bitmask: mx.array | None = None,
+    softcap: float | None = None,
+    lse: bool = False,
+) -> dict[str, int]:
+    """Weights and mask once, the rows once per tile; then the parts of all tiles once."""
+    tiles = -(-head.vocab_size // _tile(head.vocab_size))
+    part = 4 * len(hidden) * tiles * next(size for size in _LISTS if size >= k)
+    return {
+        "x": tiles * hidden.nbytes,
+        "w": head.weight.nbytes,
+        "scales": 0 if head.scales is None else head.scales.nbytes,
+        "biases": 0 if head.biases is None else head.biases.nbytes,
+        "bitmask": 0 if bitmask is None else bitmask.nbytes,
+        "cap": 4 * tiles,
+        "tile": 4 * tiles,
+        "part_value": part,
+        "part_id": part,
+        "part_lse": 8 * len(hidden) * tiles if lse else 0,
+    }
+
+
+OPERATION = Operation(
+    name="lm_head_topk",
+    kernels=(*_PLAIN, *_WITH_LSE),
+    why_not=why_not,
+    reference=reference,
+    launch=launch,
+    case=case,
+    sample=sample,
+    first_rows=first_rows,
+    floor=floor,
+)

@@ -1,0 +1,167 @@
+"""The other end of `race_child`: starts it, and ends it where it hangs. A kernel that took it down stays closed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflash_mlx.kernels.operation import Case
+from dflash_mlx.kernels.race import Verdict
+from dflash_mlx.kernels.race_child import plain_case, verdict_of
+
+IDLE_S = 120.0  # between two messages, while no kernel runs: MLX is imported, operands are made
+_GRACE_S = 0.5  # for the messages themselves, on a busy machine
+_ROOT = Path(__file__).parents[2]
+
+
+class Child(Protocol):
+    """A process that judges kernels."""
+
+    def read(self, timeout_s: float) -> str | None:
+        """Its next line; "" when it has ended. None if neither happens in time."""
+        ...
+
+    def end(self) -> str:
+        """Kill it if it still runs; how it ended, in words."""
+        ...
+
+
+Start = Callable[[Sequence[Case]], Child]
+
+
+@dataclass(frozen=True)
+class Raced:
+    """keep: whether the verdict is about the kernel; one that a failing system caused is not remembered."""
+
+    case: Case
+    verdict: Verdict
+    keep: bool = True
+
+
+def race_all(cases: Sequence[Case], start: Start | None = None) -> Generator[Raced]:
+    """Judge every case, in a child process that is started again after a case that took it down."""
+    left = list(cases)
+    while left:
+        try:
+            child = (start or spawn)(left)
+        except OSError as error:
+            yield from _unraced(left, f"it could not be raced here ({error})")
+            return
+        done = 0
+        try:
+            for raced in _listen(child, left):
+                done += 1
+                yield raced
+        finally:
+            ended = child.end()
+        if not done:
+            yield from _unraced(left, f"it could not be raced here (the race's process {ended} before it began)")
+            return
+        left = left[done:]
+
+
+def _unraced(cases: Sequence[Case], reason: str) -> Generator[Raced]:
+    for case in cases:
+        yield Raced(case, Verdict(reason), keep=False)
+
+
+def _listen(child: Child, cases: Sequence[Case]) -> Generator[Raced]:
+    """What one child says, until it ends, or does something that it has to be ended for."""
+    current: Case | None = None
+    limit_s: float | None = None
+    while True:
+        line = child.read(IDLE_S if limit_s is None else limit_s + _GRACE_S)
+        message = _parsed(line)
+        if message is None:
+            if current is not None:
+                yield Raced(current, Verdict(_why(line, limit_s, child)))
+            return
+        if "case" in message:
+            current = cases[message["case"]]
+        elif "verdict" in message and current is not None:
+            yield Raced(current, verdict_of(message["verdict"]))
+            if current is cases[-1]:
+                return
+            current = None
+        limit_s = message.get("begin")
+
+
+def _parsed(line: str | None) -> dict[str, Any] | None:
+    """None for what is no message: the end, or a line that was cut."""
+    with contextlib.suppress(ValueError):
+        message = json.loads(line or "")
+        return message if isinstance(message, dict) else None
+    return None
+
+
+def _why(line: str | None, limit_s: float | None, child: Child) -> str:
+    if line is not None:
+        return f"the race's process {child.end()}"
+    child.end()
+    if limit_s is None:
+        return f"the race's process said nothing for {IDLE_S:.0f} s and was ended"
+    return f"its work took more than {limit_s:.0f} s, which may freeze the screen, and was ended"
+
+
+class Process:
+    """A child that is a process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._silent = threading.Event()  # its output is closed, so it ends by itself
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            with contextlib.suppress(ValueError, OSError), self._process.stdout as lines:
+                for line in lines:
+                    self._lines.put(line)
+        self._silent.set()
+        self._lines.put("")
+
+    def read(self, timeout_s: float) -> str | None:
+        try:
+            return self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=1 if self._silent.is_set() else 0)
+            return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver; it ends when that lets go
+            self._process.wait(timeout=5)
+        return "was ended"
+
+
+def spawn(cases: Sequence[Case], command: Sequence[str] | None = None) -> Process:
+    """Start a child that judges the cases. Raises OSError."""
+    if not sys.executable:
+        raise OSError("there is no Python to start")
+    words = command or [sys.executable, "-P", "-m", "dflash_mlx.kernels.race_child"]
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        list(words),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        encoding="utf-8",
+    )
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):  # it died at once, which its silence will say
+            process.stdin.write(json.dumps({"cases": [plain_case(case) for case in cases]}))
+            process.stdin.close()
+    return Process(process)
