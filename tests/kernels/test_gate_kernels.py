@@ -15,39 +15,39 @@ from dflash_mlx.kernels.registry import OPERATIONS
 from tests.kernels.checks import runner
 from tests.kernels.fake_operation import unwatched
 
-SMALL = {
-    "accept": Case("accept", "int32", ()),
-    "qmm_small_m": Case("qmm_small_m", "bfloat16", (("n", 16), ("k", 64), ("group_size", 32), ("bits", 4))),
-    "qk_norm_rope": Case(
+SMALL = [
+    Case("accept", "int32", ()),
+    Case("qmm_small_m", "bfloat16", (("n", 16), ("k", 64), ("group_size", 32), ("bits", 4))),
+    Case(
         "qk_norm_rope",
         "bfloat16",
         (("heads", 2), ("kv_heads", 1), ("dim", 64), ("rotary", 64), ("normed", 1), ("table", 1)),
     ),
-    "sdpa_rows": Case(
+    Case(
         "sdpa_rows",
         "bfloat16",
         (("head_dim", 64), ("heads", 2), ("kv_heads", 1), ("capacity", 64), ("mode", 1), ("window", 0)),
     ),
-    "lm_head_topk": Case(
+    Case(
         "lm_head_topk",
         "bfloat16",
         (("vocab", 128), ("hidden", 64), ("bits", 4), ("group", 32), ("k", 4), ("mask", 0), ("cap", 0), ("lse", 1)),
     ),
-    "gdn_verify": Case("gdn_verify", "bfloat16", (("Hk", 1), ("Hv", 1), ("Dv", 8), ("Dk", 128))),
-    "lm_head_topk": Case(
+    Case("gdn_verify", "bfloat16", (("Hk", 1), ("Hv", 1), ("Dv", 8), ("Dk", 128))),
+    Case(
         "lm_head_topk",
         "bfloat16",
         (("vocab", 150), ("hidden", 64), ("bits", 8), ("group", 32), ("k", 6), ("mask", 1), ("cap", 0), ("lse", 1)),
     ),
     # In bfloat16 its sigmoid rounds as MLX's does on Metal, three times, and the reference here runs on a CPU.
-    "gdn_prework": Case("gdn_prework", "float32", (("Hk", 1), ("Hv", 1), ("Dv", 128), ("W", 4), ("Dk", 128))),
-}
+    Case("gdn_prework", "float32", (("Hk", 1), ("Hv", 1), ("Dv", 128), ("W", 4), ("Dk", 128))),
+]
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_kernels_pass_the_check_of_numbers(name: str) -> None:
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.operation}-{case.dtype}")
+def test_the_kernels_pass_the_check_of_numbers(case: Case) -> None:
     """Else the gate would close on every Mac what these tests call right."""
-    assert why_wrong(OPERATIONS[name], SMALL[name], runner(), unwatched) is None
+    assert why_wrong(OPERATIONS[case.operation], case, runner(), unwatched) is None
 
 
 def test_a_kernel_with_one_wrong_comparison_does_not_pass() -> None:
