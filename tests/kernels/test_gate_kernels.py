@@ -59,15 +59,15 @@ def test_a_kernel_with_one_wrong_comparison_does_not_pass() -> None:
     def run(kernel, launch):  # type: ignore[no-untyped-def]
         return runner()(spoiled, launch)
 
-    assert "whole numbers" in (why_wrong(OPERATIONS["accept"], SMALL["accept"], run, unwatched) or "")
+    assert "whole numbers" in (why_wrong(OPERATIONS["accept"], SMALL[0], run, unwatched) or "")
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
-def test_calls_can_be_widened_and_linked(name: str) -> None:
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.operation}-{case.dtype}")
+def test_calls_can_be_widened_and_linked(case: Case) -> None:
     """Arrays may be inside the dataclasses that operations take; one that is overlooked is not linked, nor widened."""
-    call = OPERATIONS[name].sample(SMALL[name], 8, 0, False)
+    call = OPERATIONS[case.operation].sample(case, 8, 0, False)
     arrays = arrays_of(call)
-    assert len(arrays) >= dict(sdpa_rows=7, qk_norm_rope=6).get(name, 3)
+    assert len(arrays) >= dict(sdpa_rows=7, qk_norm_rope=6).get(case.operation, 3)
     assert all(array.dtype not in (mx.bfloat16, mx.float16) for array in arrays_of(call_in_float32(call)))
     after = arrays_of(linked(call, mx.array([1.0])))
     changed = [index for index, (one, other) in enumerate(zip(arrays, after, strict=True)) if one is not other]
