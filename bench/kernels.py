@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dflash_mlx.kernels.registry import OPERATIONS
 
 ROUNDS = 5  # of A B B A
 NO_METAL = "not timed: no Metal"
+CLASSES = (4, 8, 16)  # of rows, by the most of each, in operations that race them on their own
 
 
 def _case(operation: str, dtype: str, **sizes: int) -> Case:
@@ -49,9 +51,9 @@ SMALL: dict[str, Case] = {
         _case("gdn_prework", "bfloat16", Hk=2, Hv=4, Dv=128, W=4, Dk=128),
         _case("gdn_verify", "bfloat16", Hk=2, Hv=4, Dv=32, Dk=128),
         # Not bfloat16: MLX's CPU adds such products up in bfloat16, so that its ids are those of rounded logits.
-        _case("lm_head_topk", "float16", vocab=512, hidden=256, bits=4, group=64, k=8, mask=0, cap=0, lse=0),
+        _case("lm_head_topk", "float16", vocab=512, hidden=256, bits=4, group=64, k=8, mask=0, cap=0, lse=0, rows=16),
         _case("qk_norm_rope", "bfloat16", heads=4, kv_heads=2, dim=128, rotary=128, normed=1, table=0),
-        _case("qmm_small_m", "bfloat16", n=128, k=512, group_size=64, bits=4),
+        _case("qmm_small_m", "bfloat16", n=128, k=512, group_size=64, bits=4, rows=16),
         _case("sdpa_rows", "bfloat16", head_dim=128, heads=4, kv_heads=2, capacity=160, mode=1, window=0),
     )
 }
@@ -62,33 +64,43 @@ LAYER: dict[str, Case] = {
         _case("accept", "int32"),
         _case("gdn_prework", "bfloat16", Hk=16, Hv=32, Dv=128, W=4, Dk=128),
         _case("gdn_verify", "bfloat16", Hk=16, Hv=32, Dv=128, Dk=128),
-        _case("lm_head_topk", "bfloat16", vocab=151936, hidden=4096, bits=4, group=64, k=8, mask=0, cap=0, lse=0),
+        _case(
+            "lm_head_topk", "bfloat16", vocab=151936, hidden=4096, bits=4, group=64, k=8, mask=0, cap=0, lse=0, rows=16
+        ),
         _case("qk_norm_rope", "bfloat16", heads=32, kv_heads=8, dim=128, rotary=128, normed=1, table=0),
-        _case("qmm_small_m", "bfloat16", n=4096, k=4096, group_size=64, bits=4),
+        _case("qmm_small_m", "bfloat16", n=4096, k=4096, group_size=64, bits=4, rows=16),
         _case("sdpa_rows", "bfloat16", head_dim=128, heads=32, kv_heads=8, capacity=4096, mode=1, window=0),
     )
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        prog="python -m bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(OPERATIONS)} (default: all)")
-    words.add_argument("--json", type=Path, help="write the numbers here")
+    words.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a kernel is wrong, 2 for a name that is none."""
+    """Exit status 1 if a kernel is wrong, fails or could not be checked; 2 for wrong usage."""
     args = parser().parse_args(argv)
     unknown = [name for name in args.names if name not in OPERATIONS]
     if unknown:
         parser().error(f"no kernel is named {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
+    if args.json:
+        try:
+            args.json.open("a").close()  # minutes of measuring come before it is written
+        except OSError as error:
+            parser().error(f"--json {args.json} cannot be written: {error.strerror}")
     from bench import machine
 
     rows = []
-    for name in args.names or OPERATIONS:
-        rows += measure(OPERATIONS[name])
-        for row in rows[-len(OPERATIONS[name].widths) :]:
+    for name in dict.fromkeys(args.names or OPERATIONS):
+        found = measure(OPERATIONS[name])
+        rows += found
+        for row in found:
             print(line(row))
     notes = [note for note in (None if mx.metal.is_available() else NO_METAL, _no_counts()) if note]
     print("\n".join(notes))
@@ -105,13 +117,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(operation: Operation) -> list[dict[str, Any]]:
-    """One row per width. wrong, counted, timed: null for nothing wrong, not counted, not timed."""
+    """One row per width, of every class. wrong, counted, timed: null for nothing wrong, not counted, not timed."""
+    case = LAYER[operation.name] if mx.metal.is_available() else SMALL[operation.name]
+    return [row for one in _of_every_class(case) for row in _measured(operation, one)]
+
+
+def _of_every_class(case: Case) -> list[Case]:
+    """The case, where it is of one class of rows as one of each."""
+    sizes = dict(case.sizes)
+    if "rows" not in sizes:
+        return [case]
+    return [replace(case, sizes=tuple({**sizes, "rows": most}.items())) for most in CLASSES]
+
+
+def _measured(operation: Operation, case: Case) -> list[dict[str, Any]]:
     metal = mx.metal.is_available()
-    case = LAYER[operation.name] if metal else SMALL[operation.name]
-    run = on_metal if metal else _simulator()
-    wrong = (
-        why_wrong(operation, case, run, lambda seconds: nullcontext()) if run else "not checked: nothing runs it here"
-    )
+    wrong = _wrong(operation, case, on_metal if metal else _simulator())
     return [
         {
             "operation": operation.name,
@@ -121,8 +142,17 @@ def measure(operation: Operation) -> list[dict[str, Any]]:
             "counted": counted(operation, SMALL[operation.name], rows),
             "timed": timed(operation, case, rows) if metal and wrong is None else None,
         }
-        for rows in operation.widths
+        for rows in operation.widths(case)
     ]
+
+
+def _wrong(operation: Operation, case: Case, run: Runner | None) -> str | None:
+    if run is None:
+        return "not checked: nothing runs it here"
+    try:
+        return why_wrong(operation, case, run, lambda seconds: nullcontext())
+    except Exception as error:  # one that does not compile must not hide the numbers of the others
+        return f"it failed here ({type(error).__name__}: {str(error).strip()[:2000]})"
 
 
 def counted(operation: Operation, case: Case, rows: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ and speculative decoding can choose differently; any other difference is a bug. 
 
 1. Single-token steps over the prompt and the tokens that agree give the logits that plain decoding chose from; the same
    tokens in blocks of several widths give the rounding: the most by which a logit of the two candidates moves.
+   Where the answer ran on kernels (`dflash_mlx.kernels`) so do these blocks, and the steps do not.
 2. A near-tie is where a move of every logit by the rounding and one unit in the last place is enough to choose the
    other token; for greedy text: the gap is at most twice their sum. Where blocks move no logit of the vocabulary, as
    with plain MLX on a CPU, only an exact tie is one.
@@ -30,6 +31,8 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.generate import stream_generate
+from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.gate import select
 from dflash_mlx.rounding import Decoding, limit, logits_after
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 
@@ -64,6 +67,7 @@ def compare(
     *,
     policy: SamplingPolicy | None = None,
     decoding: Decoding | None = None,
+    kernels: str | Kernels = "auto",
 ) -> Divergence:
     """Compare two answers to `prompt`; where they differ, five passes over the answer so far are run.
 
@@ -76,10 +80,12 @@ def compare(
         expected, got: generated ids, stop tokens included.
         policy: how both were chosen; None is greedy. A temperature needs a seed, and `got` rule="match".
         decoding: how both were decoded; None is mlx_lm's defaults.
+        kernels: what ran the blocks of `got`, as for `stream_generate`, whose default is this one; "off" for an
+            answer without blocks.
     Raises:
-        ValueError: `prompt` is empty, or `policy` samples without a seed.
+        ValueError: `prompt` is empty, `policy` samples without a seed, or `kernels` names none.
     """
-    policy = policy or SamplingPolicy()
+    policy, chosen = policy or SamplingPolicy(), select(kernels)
     if isinstance(prompt, str):
         raise ValueError("`prompt` has to be ids, got text. Give what both answers continue: tokenizer.encode(...).")
     if not len(prompt):
@@ -90,7 +96,7 @@ def compare(
     if index is None:
         return _of_equal_tokens(expected, got)
     with wired_limit(model):
-        logits, blocks = logits_after(model, prompt, expected[:index], decoding or Decoding())
+        logits, blocks = logits_after(model, prompt, expected[:index], decoding or Decoding(), chosen)
     place = _Place(index, int(expected[index]), int(got[index]), logits, blocks, _score(policy, len(prompt) + index))
     return place.verdict(limit(model, logits.dtype))
 
@@ -103,11 +109,13 @@ def check(
     *,
     policy: SamplingPolicy,
     prefill_step_size: int,
+    kernels: str | Kernels = "auto",
     **request: Any,
 ) -> Divergence:
     """Decode the same request plainly, up to the first difference, and compare `tokens` with that.
 
-    `request`: what else `stream_generate` was given (`max_tokens`, `stop`, `kv_bits`, ...). Costs a plain decoding.
+    `kernels`: as for `compare`. `request`: what else `stream_generate` was given (`max_tokens`, `stop`, `kv_bits`...).
+    Costs a plain decoding.
     """
     kept = {name: request[name] for name in ("kv_bits", "kv_group_size", "quantized_kv_start") if name in request}
     expected = list[int]()
@@ -119,7 +127,8 @@ def check(
             expected.append(response.token)
             if list(tokens[index : index + 1]) != [response.token]:
                 break
-    return compare(model, prompt, expected, tokens, policy=policy, decoding=Decoding(prefill_step_size, **kept))
+    decoding = Decoding(prefill_step_size, **kept)
+    return compare(model, prompt, expected, tokens, policy=policy, decoding=decoding, kernels=kernels)
 
 
 def _of_equal_tokens(expected: Sequence[int], got: Sequence[int]) -> Divergence:

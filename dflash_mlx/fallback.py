@@ -7,6 +7,8 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from dflash_mlx import blas
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.gate import parse_wish
 from dflash_mlx.options import Options
 from dflash_mlx.sampling import SamplingPolicy
 from dflash_mlx.targets import Target
@@ -85,6 +87,12 @@ def request_notes(
     if adaptive and options.text_depends_on_blocks:
         notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
     return tuple(notes)
+
+
+def unserved_notes(wish: str | Kernels) -> tuple[str, ...]:
+    """Of a request without drafts, for someone who asked for kernels by name."""
+    named = isinstance(wish, str) and parse_wish(wish)
+    return ("no kernel is used: they run blocks of drafts, and decoding is plain",) if named else ()
 
 
 def target_notes(target: Target, speculates: bool) -> tuple[str, ...]:

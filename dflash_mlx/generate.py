@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before MLX is imported, so that --help answers at 
     sys.exit(generate_main())
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -162,7 +162,8 @@ def stream_generate(
         kernels=kernels,
         quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start),
     )
-    request = plan(model, draft_model, options, prompt_cache)
+    with nullcontext() if stream is None else mx.stream(stream):  # what may run depends on its device
+        request = plan(model, draft_model, options, prompt_cache)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace, prompt: str) -> int:
     if not args.json:
         print(flush=True)
     if args.check and not cut:
+        request["kernels"] = args.kernels if last.stats.drafted else "off"
         found, status = _checked(lambda: check(model, tokenizer, ids, answer.tokens, policy=policy, **request), lines)
     if args.json:
         noted = replace(last, notes=(*notes, *last.notes))

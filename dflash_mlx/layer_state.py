@@ -6,7 +6,6 @@ rollback is refused by name before the first token.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from dflash_mlx.errors import CacheStateError, UnsupportedTarget
+from dflash_mlx.threads import this_thread
 
 
 class LayerState(Protocol):
@@ -201,7 +201,7 @@ class Deferred:
     def __init__(self, tape: Tape, count: int) -> None:
         self.tape, self.count = tape, count
         self.arrays: list[Any] = tape.after(count)
-        self._thread = threading.get_ident()  # the only one that could compute them
+        self._thread = this_thread()  # the only one that could compute them
 
     def fills(self, entry: ArraysCache) -> bool:
         """Whether the entry still holds these very arrays."""
@@ -209,7 +209,7 @@ class Deferred:
 
     def here(self) -> Deferred:
         """The same, for this thread to compute."""
-        return self if self._thread == threading.get_ident() else Deferred(self.tape, self.count)
+        return self if self._thread is this_thread() else Deferred(self.tape, self.count)
 
 
 class RecurrentState:

@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,8 @@ def address_of(library: ctypes.CDLL, symbol: str) -> int | None:
 
 def usable_cores() -> int:
     """Physical cores that this process may run on, no more than its container's quota."""
+    if sys.platform != "linux":  # nothing below is there; MLX's own BLAS runs anyway
+        return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
     cores = _physical_cores(Path("/proc/cpuinfo"), allowed) or len(allowed)
     quota = _cgroup_quota(Path("/sys/fs/cgroup/cpu.max"))

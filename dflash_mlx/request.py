@@ -21,7 +21,14 @@ from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.errors import CacheStateError, DraftFault
 from dflash_mlx.exact import Cautious
-from dflash_mlx.fallback import request_notes, target_notes, why_not_over, why_not_pipelined, why_plain
+from dflash_mlx.fallback import (
+    request_notes,
+    target_notes,
+    unserved_notes,
+    why_not_over,
+    why_not_pipelined,
+    why_plain,
+)
 from dflash_mlx.health import Patient, Watch
 from dflash_mlx.kernels.choice import STOCK, Kernels
 from dflash_mlx.kernels.gate import select
@@ -229,7 +236,11 @@ def plan(
             *target_notes(target, speculates),
             *(draft.notes if draft is not None and speculates else ()),
             *((blas.status().note,) if blas.status().active else ()),
-            *(kernels.notes(cases_of_pair(model, draft, kernels)) if draft is not None and speculates else ()),
+            *(
+                kernels.notes(cases_of_pair(model, draft, kernels))
+                if draft is not None and speculates
+                else unserved_notes(options.kernels)
+            ),
         ),
         block_size=block_size if speculates else 1,
         adaptive=adaptive and not options.text_depends_on_blocks,

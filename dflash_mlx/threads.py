@@ -21,6 +21,7 @@ class _PerThread(threading.local):
     """CPython drops a thread's values in that thread, as its last act."""
 
     def __init__(self) -> None:  # runs once per thread, at its first use
+        self.mark = object()
         if threading.current_thread() is not threading.main_thread():
             self.guard = _ClearStreams()
 
@@ -31,6 +32,11 @@ _held = _PerThread()
 def leave_cleanly() -> None:
     """Have the current thread clear its MLX streams when it ends. Nothing to do in the main thread."""
     vars(_held)
+
+
+def this_thread() -> object:
+    """An object that no other thread has. The number of a thread is given to another one when it has ended."""
+    return _held.mark
 
 
 def compute_constants(model: nn.Module) -> None:

@@ -4,9 +4,9 @@
 //   m      = the largest m <= L - 1 with d[i + 1] == t[i] for all i < m         drafts that match
 //   final  = t[0..m]                                                            they, and the correction or bonus token
 //   length = min(m + 1, budget, 1 + index of the first stop token in `final`)   what is kept of it
-// Outputs: n = min(m, length); commit = t[0..length-1], then -1; next_block = [last final token, mask, mask, ...], where
-// the last final token is the anchor if length is 0; flags: bit 0 the last kept token is a stop token, bit 1 length
-// reached the budget.
+// Outputs: n = min(m, length); commit = t[0..length-1], then -1; next_block = [last final token, mask, mask, ...],
+// where the last final token is the anchor if length is 0; flags: bit 0 the last kept token is a stop token, bit 1
+// length reached the budget.
 //
 // Shapes: draft, target [B, L], 1 <= L <= 32; eos [E], E >= 1; budget [B]; all of a 32-bit integer type.
 //         n [B] int32, commit [B, L] int32, next_block [B, next_rows] int32, flags [B] uint32.

@@ -4,7 +4,8 @@
 //
 // Mathematics, per row t and channel c, with x = the W - 1 rows of `win` from row n on, then the rows of `qkv`:
 //   u[t, c] = silu(sum_w x[t + w, c] conv_w[c, w])                 causal depthwise convolution, newest row last
-//   q = rms(u) / 128 and k = rms(u) / sqrt(128) over the 128 channels of a head, rms(u) = u rsqrt(mean(u u) + 1e-6 / 128)
+//   q = rms(u) / 128 and k = rms(u) / sqrt(128) over the 128 channels of a head,
+//   where rms(u) = u rsqrt(mean(u u) + 1e-6 / 128)
 //   v = u;  g = exp(-exp(A_log) softplus(a + dt_bias));  beta = sigmoid(b)
 //   win_out = x, of which the next block takes its window: again from the row that says how many rows were kept.
 //
@@ -73,7 +74,7 @@ inline void gdn_convolve(
 
   float activated[4];
   float squares = 0.0f;
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     const int c = channel + i;
     activated[i] = 0.0f;
     if (c < channels) {
@@ -92,8 +93,10 @@ inline void gdn_convolve(
     squares = fma(activated[i], activated[i], squares);
   }
   if (group >= 2 * Hk) {
-    for (int i = 0; i < 4 && channel + i < channels; ++i) {
-      v[row * (Hv * Dv) + channel + i - 2 * keys] = T(activated[i]);
+    UNROLL for (int i = 0; i < 4; ++i) {
+      if (channel + i < channels) {
+        v[row * (Hv * Dv) + channel + i - 2 * keys] = T(activated[i]);
+      }
     }
     return;
   }
@@ -101,7 +104,7 @@ inline void gdn_convolve(
   const bool is_query = group < Hk;
   const float readout = float(T(is_query ? 0.0078125f : 0.08838834764831845f));
   device T* head = (is_query ? q : k) + row * keys + channel - (is_query ? 0 : keys);
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     head[i] = T(readout * float(T(activated[i] * scale)));
   }
 }

@@ -2,9 +2,9 @@
 // only the replay.
 //
 // Mathematics, per value head with state S [Dv, Dk] (value row r, key column c), decay g, gate beta:
-//   replay, per kept row t of the previous block:   S = g S;  S = S + delta k^T            (no reduction)
+//   replay, per kept row t of the previous block:  S = g S;  S = S + delta k^T            (no reduction)
 //   state_out = S
-//   forward, per row t of this block:               S = g S;  m = S k;  delta = (v - m) beta;  S = S + delta k^T;  y = S q
+//   forward, per row t of this block:  S = g S;  m = S k;  delta = (v - m) beta;  S = S + delta k^T;  y = S q
 // A block leaves the tape (k, g, delta), from which the next launch brings S to any of its rows. The count of kept
 // rows is read on the device, so the host need not know it when it submits.
 //
@@ -17,6 +17,8 @@
 // A replayed step is `fma(k, delta, S * g)`, in the forward too: the same bits, whatever the number of rows. y is
 // rounded once.
 // Source: Yang et al. 2024, "Gated Delta Networks"; the order of sums is that of mlx_lm's gated_delta.py.
+
+#include "common.h"
 
 constant constexpr int GDN_LANES = 4;                   // of one value row
 constant constexpr int GDN_COLUMNS = 128 / GDN_LANES;   // of the state, per lane
@@ -51,7 +53,7 @@ inline float gdn_row_sum(thread const float* chains) {
 template <int Hv, int Dv, typename State>
 inline void gdn_load(thread float* S, State state, GdnPlace place) {
   state += ((place.batch * Hv + place.value_head) * Dv + place.row) * 128 + place.column;
-  for (int c = 0; c < GDN_COLUMNS; ++c) {
+  UNROLL for (int c = 0; c < GDN_COLUMNS; ++c) {
     S[c] = state[c];
   }
 }
@@ -59,7 +61,7 @@ inline void gdn_load(thread float* S, State state, GdnPlace place) {
 template <int Hv, int Dv>
 inline void gdn_store(thread const float* S, device float* state, GdnPlace place) {
   state += ((place.batch * Hv + place.value_head) * Dv + place.row) * 128 + place.column;
-  for (int c = 0; c < GDN_COLUMNS; ++c) {
+  UNROLL for (int c = 0; c < GDN_COLUMNS; ++c) {
     state[c] = S[c];
   }
 }
@@ -72,7 +74,7 @@ inline void gdn_replay(thread float* S, K tk, G tg, D tdelta, N ncommit, int row
     K key = tk + (row * Hk + place.key_head) * 128 + place.column;
     const float decay = tg[row * Hv + place.value_head];
     const float change = tdelta[(row * Hv + place.value_head) * Dv + place.row];
-    for (int c = 0; c < GDN_COLUMNS; ++c) {
+    UNROLL for (int c = 0; c < GDN_COLUMNS; ++c) {
       S[c] = fma(float(key[c]), change, S[c] * decay);
     }
   }
@@ -99,9 +101,9 @@ inline void gdn_forward(
     Q query = q + keys;
 
     float chains[GDN_CHAINS];
-    for (int p = 0; p < GDN_CHAINS; ++p) {
+    UNROLL for (int p = 0; p < GDN_CHAINS; ++p) {
       float sum = 0.0f;
-      for (int c = 4 * p; c < 4 * p + 4; ++c) {
+      UNROLL for (int c = 4 * p; c < 4 * p + 4; ++c) {
         S[c] = S[c] * decay;
         sum = fma(S[c], float(key[c]), sum);
       }
@@ -110,9 +112,9 @@ inline void gdn_forward(
     const float recalled = gdn_row_sum(chains);
     const float change = (float(v[value]) - recalled) * beta[row * Hv + place.value_head];
 
-    for (int p = 0; p < GDN_CHAINS; ++p) {
+    UNROLL for (int p = 0; p < GDN_CHAINS; ++p) {
       float sum = 0.0f;
-      for (int c = 4 * p; c < 4 * p + 4; ++c) {
+      UNROLL for (int c = 4 * p; c < 4 * p + 4; ++c) {
         S[c] = fma(float(key[c]), change, S[c]);
         sum = fma(S[c], float(query[c]), sum);
       }

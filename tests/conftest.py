@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -17,6 +18,8 @@ from dflash_mlx.cache import TargetCache
 from dflash_mlx.config import Convolution, DraftConfig, Selector
 from dflash_mlx.decode import Session
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.kernels import gate
+from dflash_mlx.kernels.choice import STOCK, Kernels, references
 from dflash_mlx.proposers import NullProposer
 from dflash_mlx.sampling import Draws, SamplingPolicy
 from dflash_mlx.targets import target_for
@@ -27,6 +30,15 @@ def pytest_report_header() -> str:
     import mlx_lm
 
     return f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}, device {mx.default_device()}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def races_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """On a Mac tests that load a pair race its kernels; what they find about tiny models is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("races")
+        patch.setattr(gate, "default_cache_dir", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -122,12 +134,27 @@ def draft() -> DraftModel:
     return tiny_draft()
 
 
+KERNELS = {"stock": STOCK, "references": references()}  # what may run operations without Metal: nothing may differ
+
+
 def greedy_session(
-    name: str, proposer=None, block_size: int = 4, dtype: mx.Dtype = mx.float32, pipelined: bool = False
+    name: str,
+    proposer=None,
+    block_size: int = 4,
+    dtype: mx.Dtype = mx.float32,
+    pipelined: bool = False,
+    kernels: Kernels = STOCK,
 ) -> Session:
     """A fresh session over a tiny target."""
-    target = target_for(tiny(name, dtype))
-    decider = make_decider(SamplingPolicy(), (), Draws(0))
+    return session_over(tiny(name, dtype), proposer, block_size, pipelined, kernels)
+
+
+def session_over(
+    model: nn.Module, proposer=None, block_size: int = 4, pipelined: bool = False, kernels: Kernels = STOCK
+) -> Session:
+    """A fresh session over any target."""
+    target = target_for(model, kernels)
+    decider = make_decider(SamplingPolicy(), (), Draws(0), kernels=kernels)
     cache = TargetCache(target.make_entries(), 0)
     schedule = FixedBlock(block_size if proposer else 1)
     return Session(target, cache, proposer or NullProposer(), decider, schedule, pipelined=pipelined)

@@ -9,7 +9,7 @@ import copy
 import importlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -28,6 +28,7 @@ class Family:
     dtypes: what MLX runs here (its CPU gather-matmul of a mixture of experts takes float32 only).
     rounding: per dtype, by how much at most the logits of blocks may differ from those of single rows; where it is not
         given they are the same bits. A family has it where the algorithm of a layer depends on the width.
+    quantised: bits and group size of every layer that can be quantised; None leaves all as they are.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Family:
     window: int | None = None
     dtypes: tuple[mx.Dtype, ...] = (mx.float32, mx.bfloat16)
     rounding: Mapping[mx.Dtype, float] = field(default_factory=dict)
+    quantised: tuple[int, int] | None = None
 
 
 _BASE = dict(
@@ -219,7 +221,13 @@ PROBED = (
     Family("gemma3", "gemma3", {"model_type": "gemma3", "vocab_size": VOCAB, "text_config": _GEMMA}, window=16),
     Family("lfm2-vl", "lfm2-vl", {"model_type": "lfm2-vl", "text_config": {**_BASE, **_LFM2, "model_type": "lfm2"}}),
 )
-BY_NAME = {family.name: family for family in FAMILIES + PROBED}
+# Whose quantised layers `qmm_small_m` stands for: dense, gated delta, experts.
+QUANTISED = tuple(
+    replace(family, name=f"{family.name}-4bit", quantised=(4, 32))
+    for family in FAMILIES
+    if family.name in ("llama", "qwen3_5", "qwen3_moe")
+)
+BY_NAME = {family.name: family for family in FAMILIES + PROBED + QUANTISED}
 
 
 def cases(families: Iterable[Family], rounding: float = 1e9) -> list:
@@ -233,7 +241,8 @@ def cases(families: Iterable[Family], rounding: float = 1e9) -> list:
 
 
 EVERY = cases(FAMILIES)
-SAME_TOKENS = cases(FAMILIES, 1e-3)  # greedy text does not depend on widths; coarser rounding decides near-ties
+# Whose greedy text does not depend on widths; coarser rounding decides near-ties.
+SAME_TOKENS = cases(FAMILIES + QUANTISED, 1e-3)
 
 
 def build(family: Family, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
@@ -243,6 +252,10 @@ def build(family: Family, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Mod
     model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(family.config)))  # shells write into theirs
     model.update(tree_map_with_path(lambda key, a: a * 4 if a.ndim >= 2 else a, model.parameters()))
     model.set_dtype(dtype)
+    if family.quantised is not None:
+        bits, group = family.quantised
+        fits = lambda _, module: hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0  # noqa: E731
+        nn.quantize(model, group, bits, class_predicate=fits)
     model.eval()
     mx.eval(model.parameters())
     return model

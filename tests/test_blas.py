@@ -223,6 +223,13 @@ def test_default_threads_leave_small_machines_at_one_and_stop_at_eight(cores: in
     assert openblas.default_threads(cores) == threads
 
 
+def test_cores_are_counted_where_there_is_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no such call; mypy knows, and so should a run on a Mac's CPU."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert openblas.usable_cores() == os.cpu_count()
+
+
 def test_hyperthreads_and_foreign_processors_are_not_counted(tmp_path: Path) -> None:
     blocks = [f"processor\t: {i}\nphysical id\t: {i // 4}\ncore id\t\t: {i % 2}\nflags\t: a b" for i in range(8)]
     cpuinfo = tmp_path / "cpuinfo"

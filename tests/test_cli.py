@@ -328,6 +328,20 @@ def test_check_fails_the_command_on_a_bug_and_still_prints_the_text(models, caps
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_check_measures_with_the_kernels_of_the_answer(models, capsys, monkeypatch) -> None:
+    """Or a near-tie that a kernel decided would fail the command as a bug, and plain text be excused by kernels."""
+    measured = []
+
+    def noted(*args, **kwargs):
+        measured.append(kwargs["kernels"])
+        return Divergence("identical", None, None, None, None, None, "")
+
+    monkeypatch.setattr("dflash_mlx.divergence.compare", noted)
+    for extra in (["--kernels", "accept"], ["--kernels", "accept", "--mode", "plain"], []):
+        assert generate_main([*models, "--prompt", "hello", "--max-tokens", "9", "--check", "--json", *extra]) == 0
+    assert measured == ["accept", "off", "auto"]
+
+
 def test_a_near_tie_is_told_and_does_not_fail_the_command(models, capsys, monkeypatch) -> None:
     """Users on a GPU meet these; a script must not stop for them."""
     found = Divergence("near-tie", 7, 0.25, 0.125, 3, 4, "After 7 equal tokens so rounding decides.")

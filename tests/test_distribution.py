@@ -31,7 +31,7 @@ from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.request import plan
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
 from dflash_mlx.targets import target_for
-from tests.conftest import special_draft, tiny_draft
+from tests.conftest import KERNELS, special_draft, tiny_draft
 from tests.families import tiny
 from tests.markov import VOCAB, Case, Make, chi_square_z, conditionals, counts, drawn, exact, guessed, process
 
@@ -91,6 +91,16 @@ def test_processors_are_applied_to_the_history_of_each_position(name: str) -> No
         counts(case, partial(make_decider, rule=rule), drafts, 100) for rule, drafts in RULES.items()
     )
     assert np.array_equal(drawn_texts, guessed_texts)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_the_reference_of_acceptance_every_text_is_drawn_as_without(rule: str) -> None:
+    """The same distribution from the same draws: not one text of a hundred changes."""
+    case = FILTERS["all filters"]
+    stock, wired = (
+        counts(case, partial(make_decider, rule=rule, kernels=kernels), guessed, 100) for kernels in KERNELS.values()
+    )
+    assert np.array_equal(stock, wired)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,6 +23,8 @@ from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.decode import Session, decode
 from dflash_mlx.divergence import Divergence, check, compare
+from dflash_mlx.kernels.choice import STOCK, Kernels, references
+from dflash_mlx.kernels.operation import Arrays, Operation
 from dflash_mlx.proposal import Verdict
 from dflash_mlx.rounding import LIMITS, Decoding, limit
 from dflash_mlx.sampling import Draws, SamplingPolicy, log_probs
@@ -34,10 +37,15 @@ COUNT = 40
 
 
 def speculate(
-    model: nn.Module, truth: list[int], script: str = "mixed", spoil: Callable[[Session], None] | None = None
+    model: nn.Module,
+    truth: list[int],
+    script: str = "mixed",
+    spoil: Callable[[Session], None] | None = None,
+    prompt: list[int] = PROMPT,
+    kernels: Kernels = STOCK,
 ) -> list[int]:
     """The greedy answer of this package, in blocks of 4 with scripted drafts."""
-    target = target_for(model)
+    target = target_for(model, kernels)
     session = Session(
         target,
         TargetCache(target.make_entries(), 0),
@@ -47,7 +55,7 @@ def speculate(
     )
     if spoil:
         spoil(session)
-    return tokens_of(decode(session, PROMPT, max_tokens=len(truth)))
+    return tokens_of(decode(session, prompt, max_tokens=len(truth)))
 
 
 def mlx_lm_tokens(model: nn.Module, count: int = COUNT) -> list[int]:
@@ -312,6 +320,69 @@ def test_quantised_keys_are_measured_as_mlx_lm_quantises_them() -> None:
     assert found.gap == (rows[token] - rows[7]).item() != compare(model, PROMPT, expected, got).gap
 
 
+class Coarse(Kernels):
+    """Kernels of which one, run in MLX, is off by a part of its value; it notes the rows that it was given."""
+
+    def __init__(self, name: str, part: float) -> None:
+        super().__init__(True, lambda operation, case: "in MLX")
+        self.name, self.part, self.rows = name, part, list[int]()
+
+    def run(self, operation: Operation, *arguments: Any, **options: Any) -> Arrays:
+        results = super().run(operation, *arguments, **options)
+        if operation.name != self.name:
+            return results
+        self.rows.append(arguments[0].shape[2 if self.name == "sdpa_rows" else 1])
+        return tuple((array * (1 + self.part)).astype(array.dtype) for array in results)
+
+
+@pytest.mark.parametrize(("name", "operation"), [("llama", "sdpa_rows"), ("qwen3_5", "gdn_prework")])
+def test_the_rounding_of_the_kernels_that_made_an_answer_is_what_is_measured(name, operation, tokenizer) -> None:
+    """MLX's own blocks round nothing here: measured with them a flip by a kernel would be called a bug."""
+    model, prompt, kernels = tiny(name, mx.bfloat16), prompt_of(21, seed=3), Coarse(operation, 0.03)
+    expected = reference(name, prompt, COUNT, mx.bfloat16)
+    got = speculate(model, expected, "all", prompt=prompt, kernels=kernels)
+    found = compare(model, prompt, expected, got, kernels=kernels)
+    assert found.kind == "near-tie" and 0 < found.gap <= 2 * found.rounding, found
+    request = dict(policy=SamplingPolicy(), prefill_step_size=64, max_tokens=COUNT)
+    assert check(model, tokenizer, prompt, got, kernels=kernels, **request) == found
+    for other in ("off", references()):
+        stock = compare(model, prompt, expected, got, kernels=other)
+        assert (stock.kind, stock.index, stock.gap, stock.rounding) == ("bug", found.index, found.gap, 0.0)
+    wrong = Coarse(operation, 3.0)
+    assert compare(model, prompt, expected, got, kernels=wrong).kind == "bug", "a kernel that is wrong excuses nothing"
+
+
+def test_kernels_take_part_where_blocks_do_and_nowhere_else() -> None:
+    """Single-token steps are what plain decoding chose from; a short prompt was a block of the answer."""
+    truth, kernels = reference("llama", PROMPT, COUNT), Coarse("sdpa_rows", 0.0)
+    found = compare(tiny("llama"), PROMPT, truth, replaced(truth, 4, 7), kernels=kernels)
+    assert found.kind == "bug" and kernels.rows == [row for row in (2, 2, 2, 4, 4, 8, 16) for _ in range(4)]
+    kernels.rows.clear()
+    truth = reference("llama", PROMPT[:12], COUNT)
+    decoding = Decoding(prefill_step_size=6)
+    found = compare(tiny("llama"), PROMPT[:12], truth, replaced(truth, 1, 7), decoding=decoding, kernels=kernels)
+    assert found.kind == "bug" and kernels.rows[::4] == [5, 2, 5, 4, 5, 8, 5, 16]  # the first six rows: no news
+
+
+def test_quantised_keys_are_measured_with_kernels_too() -> None:
+    """Attention over them is mlx_lm's; with other keys the choices of the answer would not be the model's own."""
+    family = BY_NAME["qwen3_5"]
+    model = build(replace(family, config={**family.config, "head_dim": 32}))
+    kv = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=24)
+    expected = [token for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=16, **kv)]
+    stock, wired = (
+        compare(model, PROMPT, expected, [*expected[:-1], 7], decoding=Decoding(**kv), kernels=kernels)
+        for kernels in ("off", references())
+    )
+    assert stock == wired and stock.kind == "bug"
+
+
+def test_a_model_that_nothing_serves_is_measured_as_it_is() -> None:
+    """No block of it can have run on a kernel."""
+    rows = mx.array([2.0, 2.0 - 1e-6, -1.0])
+    assert compare(Table(rows, {1: 1e-6}), [1], [0], [1], kernels=references()).kind == "near-tie"
+
+
 def test_a_layer_whose_algorithm_depends_on_the_width_gives_near_ties_only() -> None:
     """Mamba-2 in bfloat16 really rounds blocks otherwise, on every backend: half of these answers differ somewhere."""
     model, kinds = tiny("nemotron_h", mx.bfloat16), Counter[str]()
@@ -490,3 +561,5 @@ def test_the_limit_is_that_of_the_coarsest_part(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_compared_is_refused_by_name(prompt, policy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compare(tiny("llama"), prompt, [1], [2], policy=policy)
+    with pytest.raises(ValueError, match="`kernels` has to be 'auto', 'off', or one or more of accept"):
+        compare(tiny("llama"), PROMPT, [1], [1], kernels="fast")

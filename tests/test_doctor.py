@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from dflash_mlx.doctor_command import examine, lines
 from tests.kernels.fake_operation import CASE, M5, Double
 
 README = (Path(__file__).parent.parent / "dflash_mlx" / "README.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def own_blas_again() -> Iterator[None]:
+    """The doctor binds a BLAS as `load` does, and tests of equal bits in the same process run without one."""
+    yield
+    blas.release()
 
 
 def _texts(value: object) -> list[str]:

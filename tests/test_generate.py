@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
 from dflash_mlx import generate, make_prompt_cache, make_sampler, stream_generate
-from tests.conftest import byte_tokenizer, tiny_draft
+from tests.conftest import KERNELS, byte_tokenizer, tiny_draft
 from tests.families import prompt_of, reference, tiny
 from tests.generating import DRAFT, PROMPT, paying, scripted, stream
 
@@ -19,11 +19,12 @@ __all__ = ["paying", "scripted"]  # fixtures
 NAMES = ["llama", "llama-sliding", "qwen3", "qwen3_5"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_responses_are_mlx_lms_with_more(name: str, tokenizer) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", [*NAMES, "llama-4bit", "qwen3_5-4bit"])
+def test_responses_are_mlx_lms_with_more(name: str, kernels: str, tokenizer) -> None:
     """Any mlx_lm consumer runs unchanged: same tokens, texts, counts, log-probabilities and reasons."""
     theirs = list(mlx_lm.stream_generate(tiny(name), tokenizer, PROMPT, max_tokens=40))
-    ours = list(stream(name, tokenizer, max_tokens=40))
+    ours = list(stream(name, tokenizer, max_tokens=40, kernels=KERNELS[kernels]))
     assert [r.token for r in ours] == [r.token for r in theirs]
     assert [r.text for r in ours] == [r.text for r in theirs]
     assert [r.finish_reason for r in ours] == [r.finish_reason for r in theirs]
@@ -59,12 +60,13 @@ def test_text_arrays_and_lists_are_the_same_prompt(tokenizer) -> None:
     assert runs[0] == runs[1] == runs[2] == runs[3]
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("script", ["all", "mixed", "wide"])
 @pytest.mark.parametrize("name", NAMES)
-def test_scripted_drafts_keep_the_responses(name: str, script: str, tokenizer, scripted) -> None:
+def test_scripted_drafts_keep_the_responses(name: str, script: str, kernels: str, tokenizer, scripted) -> None:
     truth = reference(name, PROMPT, 60)
     scripted(truth, script)
-    responses = list(stream(name, tokenizer, max_tokens=60, block_size=8))
+    responses = list(stream(name, tokenizer, max_tokens=60, block_size=8, kernels=KERNELS[kernels]))
     assert [r.token for r in responses] == truth
     drafted = [r.from_draft for r in responses]
     assert sum(drafted) == responses[-1].stats.accepted

@@ -14,24 +14,26 @@ from mlx_lm.sample_utils import make_logits_processors
 import dflash_mlx
 from dflash_mlx import make_prompt_cache
 from dflash_mlx.request import Request
-from tests.conftest import byte_tokenizer, tiny_draft
+from tests.conftest import KERNELS, byte_tokenizer, tiny_draft
 from tests.families import prompt_of, reference, tiny
 from tests.generating import DRAFT, PROMPT, paying, scripted, stream
 
 __all__ = ["paying", "scripted"]  # fixtures
 
 
-@pytest.mark.parametrize("script", ["all", "mixed", "wide"])
+@pytest.mark.parametrize(
+    ("script", "kernels"), [("all", "stock"), ("mixed", "stock"), ("wide", "stock"), ("mixed", "references")]
+)
 @pytest.mark.parametrize("take", [1, 2, 5, 9, 10, 23])
 @pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
 def test_a_caller_who_leaves_early_keeps_exactly_what_was_returned(
-    name: str, take: int, script: str, tokenizer, scripted
+    name: str, take: int, script: str, kernels: str, tokenizer, scripted
 ) -> None:
     """Then the second turn on the same cache equals a cold run."""
-    truth = reference(name, PROMPT, 60)
+    truth, how = reference(name, PROMPT, 60), dict(block_size=8, kernels=KERNELS[kernels])
     scripted(truth, script)
     cache = make_prompt_cache(tiny(name), DRAFT)
-    responses = stream(name, tokenizer, max_tokens=60, block_size=8, prompt_cache=cache)
+    responses = stream(name, tokenizer, max_tokens=60, prompt_cache=cache, **how)
     got = [r.token for r in itertools.islice(responses, take)]
     responses.close()
     assert got == truth[:take]
@@ -42,7 +44,7 @@ def test_a_caller_who_leaves_early_keeps_exactly_what_was_returned(
     scripted(expected, script)
     reused = cache.reuse(turn)
     assert reused == len(PROMPT) + take - 1
-    second = list(stream(name, tokenizer, turn[reused:], max_tokens=30, block_size=8, prompt_cache=cache))
+    second = list(stream(name, tokenizer, turn[reused:], max_tokens=30, prompt_cache=cache, **how))
     assert [r.token for r in second] == expected
     assert second[0].cached_tokens == reused and second[-1].timings.prompt_tokens == 4
 
@@ -60,15 +62,16 @@ def test_a_cache_may_be_continued_with_new_tokens_only(name: str, tokenizer, scr
         assert cache.tokens == tokens
 
 
-@pytest.mark.parametrize("script", ["all", "mixed"])
+@pytest.mark.parametrize(("script", "kernels"), [("all", "stock"), ("mixed", "stock"), ("mixed", "references")])
 @pytest.mark.parametrize("take", [None, 1, 6, 13])
 @pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5"])
-def test_an_mlx_lm_cache_list_holds_every_returned_token(name, take, script, tokenizer, scripted) -> None:
+def test_an_mlx_lm_cache_list_holds_every_returned_token(name, take, script, kernels, tokenizer, scripted) -> None:
     """As after mlx_lm itself, so a script may go on with either library."""
     model, truth = tiny(name), reference(name, PROMPT, 60)
     scripted(truth, script)
     entries = mlx_lm_cache(model)
-    responses = stream(name, tokenizer, max_tokens=20, block_size=8, prompt_cache=entries)
+    how = dict(block_size=8, kernels=KERNELS[kernels])
+    responses = stream(name, tokenizer, max_tokens=20, prompt_cache=entries, **how)
     got = [r.token for r in (responses if take is None else itertools.islice(responses, take))]
     responses.close()
     assert {entry.offset for entry in entries if not isinstance(entry, ArraysCache)} == {len(PROMPT) + len(got)}

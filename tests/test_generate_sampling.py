@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
 from dflash_mlx import make_sampler, stream_generate
 from dflash_mlx.proposers import block as block_module
-from tests.conftest import byte_tokenizer
+from tests.conftest import KERNELS, byte_tokenizer
 from tests.families import SCRIPTS, reference, tiny
 from tests.generating import DRAFT, PROMPT, scripted, stream
 from tests.test_threads import run as run_in_a_process
@@ -109,6 +109,7 @@ def test_the_match_rule_gives_the_text_of_plain_sampling(variant: str, scripted)
     """A second exact rule, selectable: draft, block size and acceptance cannot be seen in the text."""
     plain = sampled(variant, draft_model=None)
     assert sampled(variant, rule="match") == sampled(variant, rule="match", block_size=3) == plain
+    assert sampled(variant, rule="match", block_size=5, kernels=KERNELS["references"]) == plain
     for script in SCRIPTS:
         scripted(plain, script)
         assert sampled(variant, rule="match", block_size=8) == plain

@@ -156,7 +156,7 @@ def test_who_insists_on_drafts_keeps_them_and_is_told(tokenizer, truth) -> None:
 
 def test_a_draft_that_works_raises_no_alarm(paying, tokenizer, truth) -> None:
     draft = Knowing([0, 2], [0, 2])
-    responses = run(tokenizer, draft, mode="auto", block_size=4)
+    responses = run(tokenizer, draft, mode="auto", block_size=4, kernels="off")  # whose notes a Mac would show
     assert [r.token for r in responses] == truth
     assert responses[-1].stats.draft_acceptance_rate > 0.9 and responses[-1].notes == () and draft.fault is None
 

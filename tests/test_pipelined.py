@@ -18,7 +18,7 @@ from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.decode import Session, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.rope import make_rope
-from dflash_mlx.kernels.choice import references
+from dflash_mlx.kernels.choice import STOCK, Kernels, references
 from dflash_mlx.options import Options
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers import DraftsAhead, NullProposer
@@ -85,8 +85,8 @@ class Helped(BlockProposer):
     truth: mx.array = field(default_factory=lambda: mx.array([0]))
     seen: list[Seen] = field(default_factory=list)
 
-    def __init__(self, draft: DraftModel, session: Session, truth: list[int]) -> None:
-        super().__init__(draft, session.target, draft.make_context())
+    def __init__(self, draft: DraftModel, session: Session, truth: list[int], kernels: Kernels = STOCK) -> None:
+        super().__init__(draft, session.target, draft.make_context(), kernels=kernels)
         self.truth, self.seen = mx.array([0] * len(PROMPT) + truth + [0] * 32, mx.int32), []
 
     def _denoise(self, anchor: mx.array, limit: int) -> mx.array:

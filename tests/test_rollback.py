@@ -15,15 +15,18 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from dflash_mlx.cache import TargetCache
-from dflash_mlx.kernels.choice import STOCK, Kernels, references
+from dflash_mlx.kernels.choice import STOCK, Kernels
 from dflash_mlx.targets import target_for
-from tests.families import BY_NAME, EVERY, FAMILIES, VOCAB, cases, tiny
+from tests.conftest import KERNELS
+from tests.families import BY_NAME, EVERY, FAMILIES, QUANTISED, VOCAB, cases, tiny
 from tests.plain import REORDERED, visible
 
-TAPED = [family for family in FAMILIES if family.module in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
-HOW = {"stock": STOCK, "taped": references()}
+# Families of which a view has other modules: attention, layers that leave tapes, quantised layers.
+SWAPPED = [f for f in FAMILIES if f.module in ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5")]
+SWAPPED += [BY_NAME["qwen3_5_moe"], *QUANTISED]
 WALKS = [pytest.param(*case.values, "stock", id=case.id) for case in EVERY]
-WALKS += [pytest.param(*case.values, "taped", id=f"{case.id}-taped") for case in cases(TAPED)]
+WALKS += [pytest.param(*case.values, "references", id=f"{case.id}-references") for case in cases(SWAPPED)]
+ONCE = [(name, "stock") for name in BY_NAME] + [(family.name, "references") for family in SWAPPED]
 
 
 class Interrupted(Exception):
@@ -127,21 +130,21 @@ def test_a_random_walk_leaves_what_a_run_of_only_the_kept_tokens_leaves(name: st
     Recurrent layers roll back by running again, or, where blocks leave a tape, from it.
     """
     for seed, prompt in enumerate((3, 15, 17, 40) if BY_NAME[name].window else (1, 9)):
-        walk = Walk(name, dtype, random.Random(seed), HOW[how])
+        walk = Walk(name, dtype, random.Random(seed), KERNELS[how])
         walk.block(walk.ids(prompt), prompt)
         while walk.kept < prompt + 40:
             walk.step()
         walk.block(walk.ids(1), 1)
 
 
-@pytest.mark.parametrize(("name", "how"), [(n, "stock") for n in BY_NAME] + [(f.name, "taped") for f in TAPED])
+@pytest.mark.parametrize(("name", "how"), ONCE)
 def test_every_way_to_keep_part_of_a_block_is_exact(name: str, how: str) -> None:
     """All of commit(keep) and shrink(less) for a block of five, each from the same prompt, and the row after it."""
     for keep in range(1, 6):
         for less in range(1, keep + 1):
-            walk = Walk(name, mx.float32, random.Random(keep), HOW[how])
+            walk = Walk(name, mx.float32, random.Random(keep), KERNELS[how])
             walk.block(walk.ids(18), 18)
             walk.block(walk.ids(5), keep, less)
-            if how == "taped":
-                walk.block(walk.ids(4), min(less, 3))  # from the tape
+            if how == "references":
+                walk.block(walk.ids(4), min(less, 3))  # from the tape, where the block left one
             walk.block(walk.ids(1), 1)

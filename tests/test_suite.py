@@ -1,4 +1,5 @@
-"""The suite of exactness: families x dtypes x scripts x blocks x prompts x ways to end x both cycles, against mlx_lm.
+"""The suite of exactness: families x dtypes x scripts x blocks x prompts x ways to end x both cycles x stock modules or
+the references of kernels, against mlx_lm.
 
 A case decodes speculatively until a budget, a stop token or a caller ends it, then takes a second turn on the same
 cache. Tokens, cache, the draft's features and the counts have to be those of a run that never drafted. The default run
@@ -18,9 +19,21 @@ import pytest
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.decode import Session, decode
 from dflash_mlx.stats import Stats
-from tests.conftest import greedy_session
+from dflash_mlx.targets import target_for
+from tests.conftest import KERNELS, greedy_session
 from tests.covering import Product, Rule, pairs_of
-from tests.families import BY_NAME, FAMILIES, PROBED, SAME_TOKENS, SCRIPTS, Script, ScriptedProposer, prompt_of
+from tests.families import (
+    BY_NAME,
+    FAMILIES,
+    PROBED,
+    QUANTISED,
+    SAME_TOKENS,
+    SCRIPTS,
+    Script,
+    ScriptedProposer,
+    prompt_of,
+    tiny,
+)
 from tests.plain import Plain, check_close, check_rows, loose, plain_run
 
 BLOCKS = (1, 2, 3, 4, 8, 16)
@@ -117,10 +130,11 @@ class Case:
     end: str
     step: int  # prefill_step_size
     cycle: str = "simple"
+    kernels: str = "stock"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("mlx.core.")
-        how = f"{self.script}-block{self.block}-{self.end}-step{self.step}-{self.cycle}"
+        how = f"{self.script}-block{self.block}-{self.end}-step{self.step}-{self.cycle}-{self.kernels}"
         return f"{self.name}-{dtype}-prompt{self.length}-{how}"
 
     @property
@@ -136,7 +150,7 @@ WAYS = tuple(
 
 def product() -> Product:
     factors = dict(
-        name=[family.name for family in FAMILIES if any(family.name == name for name, *_ in TARGETS)],
+        name=[family.name for family in FAMILIES + QUANTISED if any(family.name == name for name, *_ in TARGETS)],
         dtype=sorted({dtype for _, dtype, _ in TARGETS}, key=str),
         length=sorted({length for *_, length in TARGETS}),
         script=sorted(SCRIPTS),
@@ -144,6 +158,7 @@ def product() -> Product:
         end=ENDS,
         step=(2048, 5),
         cycle=CYCLES,
+        kernels=tuple(KERNELS),
     )
     return Product(factors, [Rule(("name", "dtype", "length"), TARGETS), Rule(("script", "block", "end"), WAYS)])
 
@@ -155,9 +170,9 @@ def sample() -> list[Case]:
 
 
 SPARE = [  # rows that other adapters than their own serve
-    Case(family.name, mx.float32, lengths(family.name)[-2], "wide", 8, end, 2048, cycle)
+    Case(family.name, mx.float32, lengths(family.name)[-2], "wide", 8, end, 2048, cycle, kernels)
     for family in PROBED
-    for end, cycle in (("budget-41", "simple"), ("leave-one", "pipelined"))
+    for end, cycle, kernels in (("budget-41", "simple", "stock"), ("leave-one", "pipelined", "references"))
 ]
 
 
@@ -180,6 +195,7 @@ def test_the_sample_has_every_pair_of_values() -> None:
         own = [case for case in cases if case.name == name]
         assert dtype in {case.dtype for case in own}
         assert {case.length for case in own} == set(lengths(name))
+        assert {case.kernels for case in own if case.block > 1} == set(KERNELS)
         for factor, values in {"script": SCRIPTS, "block": BLOCKS, "end": ENDS}.items():
             assert {getattr(case, factor) for case in own} == set(values), name
     for script in SCRIPTS:
@@ -191,11 +207,11 @@ def test_the_sample_has_every_pair_of_values() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.values[0] for case in SAME_TOKENS if case.values[1] == mx.float32])
 def test_every_prompt_with_every_script_and_block_is_exact(name: str) -> None:
-    """All of length x script x block x cycle in float32, each with some ending, over prompts with different ones."""
+    """All of length x script x block x cycle x kernels in float32, each with an ending that the prompt chooses."""
     for turn, length in enumerate(lengths(name)):
-        for script, block, cycle in itertools.product(sorted(SCRIPTS), BLOCKS, CYCLES):
+        for script, block, cycle, kernels in itertools.product(sorted(SCRIPTS), BLOCKS, CYCLES, KERNELS):
             ends = [end for s, b, end in WAYS if (s, b) == (script, block)]
-            case = Case(name, mx.float32, length, script, block, ends[turn % len(ends)], 2048, cycle)
+            case = Case(name, mx.float32, length, script, block, ends[turn % len(ends)], 2048, cycle, kernels)
             try:
                 check(case)
             except AssertionError as error:
@@ -206,7 +222,7 @@ def check(case: Case) -> None:
     plain, ending = begin(case)
     script = SCRIPTS[case.script]
     proposer = ScriptedProposer(plain.tokens, script, TAPS)
-    session = greedy_session(case.name, proposer, case.block, case.dtype, case.pipelined)
+    session = greedy_session(case.name, proposer, case.block, case.dtype, case.pipelined, KERNELS[case.kernels])
     run(session, plain, ending, case)
     said = plain.prompt + plain.tokens[: ending.delivered]
     assert session.tokens == said
@@ -283,9 +299,10 @@ def check_session(session: Session, plain: Plain, case: Case) -> None:
     """Cache and features are those of a run that was only ever given these tokens."""
     length, name, dtype = session.cache.length, case.name, case.dtype
     check_rows(session.cache.entries, plain.held(length), name, dtype, length)
-    fresh = TargetCache(session.target.make_entries(), 0)
+    stock = target_for(tiny(name, dtype))
+    fresh = TargetCache(stock.make_entries(), 0)
     fresh.begin(length)
-    expected = session.target.forward(mx.array([session.tokens[:length]]), fresh, TAPS).features
+    expected = stock.forward(mx.array([session.tokens[:length]]), fresh, TAPS).features
     assert expected is not None and rows_seen(session) == length
     features = mx.concatenate(session.proposer.observed, axis=1)  # type: ignore[attr-defined]
     check_close(features, expected, loose(name, dtype, length), "features")

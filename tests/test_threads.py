@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from dflash_mlx.layer_state import Deferred
 
 ROOT = Path(__file__).parent.parent
 
@@ -240,6 +245,57 @@ def test_a_generator_may_move_to_another_thread_at_any_token(name: str) -> None:
         """
     )
     assert out == "True\nTrue\n"
+
+
+def test_a_thread_with_the_number_of_one_that_ended_is_another_one() -> None:
+    """It could compute nothing of what that one had put off, and the system gives numbers again at once."""
+
+    class Nothing:
+        def after(self, count: int) -> list:
+            return []
+
+    def in_thread(work: Callable[[], Any]) -> tuple[int, Any]:
+        box: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: box.append((threading.get_ident(), work())))
+        thread.start()
+        thread.join()
+        return box[0]
+
+    number, deferred = in_thread(lambda: Deferred(Nothing(), 1))
+    for _ in range(100):
+        other, here = in_thread(deferred.here)
+        assert here is not deferred
+        if other == number:
+            return
+    pytest.skip("no number was given again")
+
+
+@pytest.mark.parametrize("name", ["llama-4bit", "qwen3_5"])
+def test_with_kernels_wired_in_nothing_of_a_step_is_left_for_another_thread(name: str) -> None:
+    """A tape, a count or a constant that is still to be computed belongs to the thread that wrote it down."""
+    out = run(
+        f"""
+        from tests.conftest import byte_tokenizer, draft_for
+        from tests.families import prompt_of, reference, tiny
+        from dflash_mlx import make_prompt_cache, stream_generate
+        from dflash_mlx.kernels.choice import references
+        model, draft = tiny({name!r}), draft_for({name!r})
+        truth = reference({name!r}, prompt_of(21), 30)
+        def start(cache, ids, kernels, pipelined):
+            return stream_generate(model, byte_tokenizer(), ids, 30, draft, mode="dflash", block_size=6,
+                                   prompt_cache=cache, kernels=kernels, pipelined=pipelined)
+        for pipelined in (False, True):
+            kernels, cache = references(), make_prompt_cache(model, draft)
+            responses = start(cache, prompt_of(21), kernels, pipelined)
+            got = [in_thread(next, responses).token for _ in range(30)]
+            in_thread(responses.close)
+            turn = prompt_of(21) + got[:25] + [7, 8]
+            rest = turn[in_thread(cache.reuse, turn):]
+            again = in_thread(lambda: [r.token for r in start(cache, rest, kernels, pipelined)])
+            print(got == truth, again == reference({name!r}, turn, 30), len(kernels.reasons) > 4)
+        """
+    )
+    assert out == "True True True\n" * 2
 
 
 @pytest.mark.slow

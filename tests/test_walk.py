@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.cache import KVQuantization
-from tests.conftest import draft_for
+from tests.conftest import KERNELS, draft_for
 from tests.families import BY_NAME, SAME_TOKENS, prompt_of, tiny
 from tests.test_quantized_kv import wide
 from tests.walking import Abort, Cut, Operation, QuantizedWalk, Turn, Walk
@@ -42,12 +42,13 @@ def a_turn() -> st.SearchStrategy[Turn]:
         cancelled=never | never | never | never | st.integers(0, 4),
         whole=st.just(True) | st.booleans(),
         pipelined=st.booleans(),
+        kernels=st.sampled_from(tuple(KERNELS)),
     )
 
 
 def a_walk() -> st.SearchStrategy[list[Operation]]:
     cut = st.builds(Cut, st.integers(0, 16) | st.integers(0, 60))
-    abort = st.builds(Abort, st.integers(1, 16), st.none() | st.integers(0, 6))
+    abort = st.builds(Abort, st.integers(1, 16), st.none() | st.integers(0, 6), st.sampled_from(tuple(KERNELS)))
     return st.lists(a_turn() | a_turn() | a_turn() | cut | abort, min_size=3, max_size=8)
 
 
@@ -99,23 +100,38 @@ HARD = [
 ]
 
 
-def take(walk: Walk, pipelined: bool) -> None:
+# Cycle, and what runs blocks: with "turns" another one from operation to operation, on the same cache.
+HOW = [("simple", "stock"), ("pipelined", "references")]
+ALL = itertools.product(("simple", "pipelined"), (*KERNELS, "turns"))
+HOW += [pytest.param(*way, marks=pytest.mark.slow) for way in ALL if way not in HOW]
+
+
+def take(walk: Walk, cycle: str, kernels: str) -> None:
+    turns = itertools.cycle(KERNELS if kernels == "turns" else (kernels,))
     for operation in HARD:
-        walk.do(replace(operation, pipelined=pipelined) if isinstance(operation, Turn) else operation)
+        if isinstance(operation, Turn):
+            operation = replace(operation, pipelined=cycle == "pipelined")
+        walk.do(operation if isinstance(operation, Cut) else replace(operation, kernels=next(turns)))
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["simple", "pipelined"])
+@pytest.mark.parametrize(("cycle", "kernels"), HOW)
 @pytest.mark.parametrize("name", [case.values[0] for case in SAME_TOKENS if case.values[1] == mx.float32])
-def test_a_hard_walk_with_every_family(name: str, pipelined: bool) -> None:
+def test_a_hard_walk_with_every_family(name: str, cycle: str, kernels: str) -> None:
     """Everything once, near and above the window, so that no family waits for its turn in a random walk."""
-    take(Walk(name, mx.float32), pipelined)
+    take(Walk(name, mx.float32), cycle, kernels)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["simple", "pipelined"])
+@pytest.mark.parametrize("name", ["llama-4bit", "qwen3_5", "qwen3_next"])
+def test_a_cache_goes_from_stock_modules_to_kernels_and_back(name: str) -> None:
+    """A tape that one request left behind is not what the modules of the next one start from."""
+    take(Walk(name, mx.float32), "simple", "turns")
+
+
+@pytest.mark.parametrize(("cycle", "kernels"), HOW)
 @pytest.mark.parametrize(("name", "dtype"), WIDE, ids=[name for name, _ in WIDE])
-def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype, pipelined: bool) -> None:
+def test_a_hard_walk_over_quantised_keys(name: str, dtype: mx.Dtype, cycle: str, kernels: str) -> None:
     """A block that crossed the border would see keys that plain decoding had quantised by then."""
-    take(QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45)), pipelined)  # in a block of turn 3
+    take(QuantizedWalk(name, dtype, quantization=KVQuantization(4, start=45)), cycle, kernels)  # in a block of turn 3
 
 
 @pytest.mark.parametrize("kind", TARGETS)

@@ -28,7 +28,8 @@ from dflash_mlx.proposers import Proposer
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.request import plan
 from dflash_mlx.rounding import Decoding
-from tests.conftest import DRAFT_WINDOW, draft_for
+from dflash_mlx.targets import target_for
+from tests.conftest import DRAFT_WINDOW, KERNELS, draft_for
 from tests.families import VOCAB, prompt_of, reference, tiny
 from tests.plain import check_close, check_rows, loose, prefilled, visible
 from tests.test_quantized_kv import wide
@@ -41,6 +42,7 @@ class Turn:
     """Take back `back` tokens of what was said, add `new` ones, and answer.
 
     pipelined: the next draft is submitted before a verdict is read, where two cycles are equally wide.
+    kernels:   by name in `KERNELS`, what runs blocks of target and draft.
     whole:     the conversation is handed to `reuse`; otherwise only what is new follows, and nothing is taken back.
     step:      prefill_step_size.
     stable:    tokens at the end of the prompt that the next turn will not repeat; None is not known.
@@ -62,6 +64,7 @@ class Turn:
     cancelled: int | None = None
     whole: bool = True
     pipelined: bool = False
+    kernels: str = "stock"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Abort:
 
     width: int
     broken: int | None = None
+    kernels: str = "stock"
 
 
 Operation = Turn | Cut | Abort
@@ -114,13 +118,21 @@ def breaking(cache: TargetCache, index: int | None) -> Iterator[None]:
         yield
         return
     index %= len(cache.entries)
-    entry = cache.entries[index]
+    entry, state = cache.entries[index], cache.states[index]
+
+    def record(what: Any) -> None:
+        type(state).record(state, what)  # type: ignore[attr-defined]
+        if not callable(what):
+            raise Interrupted  # a tape is all that its layer writes
+
     cache.entries[index] = Broken(entry)
+    vars(state)["record"] = record
     try:
         with pytest.raises(Interrupted):
             yield
     finally:
         cache.entries[index] = entry
+        del vars(state)["record"]
 
 
 @dataclass
@@ -232,7 +244,8 @@ class Walk:
             ids = self.said + new
         cycles = [(1, 0) if turn.mode == "plain" else cycle for cycle in turn.cycles]
         truth = self.truth(ids, 5 + sum(min(width, depth + 1) for width, depth in cycles), turn.step, border)
-        options = Options(max_tokens=ENDLESS, mode=turn.mode, quantization=self.quantization)
+        kernels = KERNELS[turn.kernels]
+        options = Options(max_tokens=ENDLESS, mode=turn.mode, quantization=self.quantization, kernels=kernels)
         request = plan(self.model, self.draft, options, self.held)
         session = request.open(())
         guide = Guide(session.proposer, truth, len(ids), cycles)
@@ -298,7 +311,7 @@ class Walk:
         cache.begin(abort.width)
         with breaking(cache, abort.broken):
             ids = mx.array([prompt_of(abort.width, seed=self._count)])
-            mx.eval(self.held.target.forward(ids, cache, taps).hidden)
+            mx.eval(target_for(self.model, KERNELS[abort.kernels]).forward(ids, cache, taps).hidden)
         cache.abort()
 
     def truth(self, ids: list[int], count: int, step: int, border: int | None) -> list[int]:

@@ -113,7 +113,7 @@ def floor(
 ) -> dict[str, int]:
     batch = len(draft)
     return {
-        "draft": draft.nbytes,
+        "draft": draft.nbytes - 4 * batch,  # not the anchor, unless nothing becomes final
         "target": target.nbytes,
         "eos": 4 * batch * max(eos.size, 1),
         "budget": 4 * batch,

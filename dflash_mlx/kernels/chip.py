@@ -77,9 +77,12 @@ def this_chip() -> Chip:
 @cache
 def why_no_metal() -> str | None:
     """Why a tiny kernel does not run here, or None. Once per process."""
+    if not mx.is_available(mx.gpu):
+        return NO_METAL
     try:
-        (out,) = on_metal(_PROBE, Launch((mx.zeros(32),), ((32,),), (mx.float32,), (32, 1, 1), (32, 1, 1)))
-        right = mx.all(out == 1).item()
+        with mx.stream(mx.gpu):  # the default may be the CPU now and not later
+            (out,) = on_metal(_PROBE, Launch((mx.zeros(32),), ((32,),), (mx.float32,), (32, 1, 1), (32, 1, 1)))
+            right = mx.all(out == 1).item()
     except (RuntimeError, ValueError) as error:
         text = str(error).strip().partition("\n")[0]
         return NO_METAL if "No Metal" in text else f"Metal kernels do not run here ({text[:160]})"

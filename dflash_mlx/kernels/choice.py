@@ -44,7 +44,7 @@ class Kernels:
 
     def run(self, operation: Operation, *arguments: Any, **options: Any) -> Arrays:
         """The operation's result, from its kernel where that is open, else from its reference."""
-        if self.closed(operation, *arguments, **options) is None:
+        if self.wired and self.closed(operation, *arguments, **options) is None:
             return operation.launch(self.runner, *arguments, **options)
         return operation.reference(*arguments, **options)
 

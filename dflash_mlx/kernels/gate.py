@@ -135,25 +135,33 @@ class Gate:
 
     def closed(self, operation: Operation, case: Case, names: frozenset[str] | None) -> str | None:
         """Why this case of an operation is on stock, or None."""
-        rule = self.rule(operation, names)
+        rule = self.rule(operation, names) or self._too_new(operation, case)
         if rule is not None:
             return rule
         verdict = self.held.get(case)
         return UNRACED if verdict is None else verdict.reason
 
+    def _too_new(self, operation: Operation, case: Case) -> str | None:
+        """Why a case is not for this chip, or None. An unknown chip is a new one."""
+        newest, generation = operation.newest(case), self.chip.generation
+        if newest is None or (generation is not None and generation <= newest):
+            return None
+        return f"MLX's own kernels are as good for so few rows from generation {newest + 1} on"
+
     @property
     def held(self) -> dict[Case, Verdict]:
         """The verdicts that hold under the present conditions."""
-        if self._held is None:
-            self._held = {}
-            self._read()
+        if self._held is None:  # set when it is whole: another thread would find kernels that were never raced
+            self._held = self._read()
         return self._held
 
-    def _read(self) -> None:
+    def _read(self) -> dict[Case, Verdict]:
+        found = {}
         for (conditions, case), verdict in self.file.read().items():
             operation = self.operations.get(case.operation)
             if operation is not None and conditions == self.conditions(operation):
-                self.held.setdefault(case, verdict)
+                found[case] = verdict
+        return found
 
     def conditions(self, operation: Operation) -> Conditions:
         return Conditions(self.chip.architecture, self.chip.system, self._mlx, digest(operation))
@@ -169,14 +177,16 @@ class Gate:
         if not missing:
             return
         tell = progress or (lambda message, share: None)
-        with self._alone(tell):
-            self._read()
-            missing = self._missing(missing, names)
-            if missing:
-                self._raced(missing, tell)
-        for kernels in self._kernels.values():
-            kernels.reasons.clear()
-            kernels.views.clear()  # modules keep what was decided for them
+        try:
+            with self._alone(tell):
+                self.held.update(self._read() | self.held)
+                missing = self._missing(missing, names)
+                if missing:
+                    self._raced(missing, tell)
+        finally:  # also of what was found before an interrupt
+            for kernels in self._kernels.values():
+                kernels.reasons.clear()
+                kernels.views.clear()  # modules keep what was decided for them
 
     def _missing(self, cases: Iterable[Case], names: frozenset[str] | None) -> list[Case]:
         known = ((self.operations.get(case.operation), case) for case in cases)
@@ -202,11 +212,11 @@ class Gate:
             yield
 
     def uses(self, cases: Iterable[Case], names: frozenset[str] | None = None) -> list[Use]:
-        """What the operations of these cases run on."""
+        """What the operations of these cases run on; cases that are not for this chip are left out."""
         found: dict[str, Use] = {}
         for case in dict.fromkeys(cases):
             operation = self.operations.get(case.operation)
-            if operation is not None:
+            if operation is not None and self._too_new(operation, case) is None:
                 reason = self.closed(operation, case, names)
                 use = found.get(operation.name, Use(operation.name, 0, 0, None))
                 opened, reasons = use.opened + (reason is None), use.reason or reason
@@ -227,16 +237,25 @@ class Gated(Kernels):
     def notes(self, cases: Iterable[Case]) -> tuple[str, ...]:
         if self.gate.chip.closed is not None:
             return () if self.names is None else (f"no kernel is used: {self.gate.chip.closed}",)
-        uses = self.gate.uses(cases, self.names)
-        opened, stock = ([str(use) for use in uses if bool(use.opened) is on] for on in (True, False))
+        called = list(cases)
+        uses = {use.operation: use for use in self.gate.uses(called, self.names)}
+        if self.names is not None:  # of the others nobody asked anything
+            uses = {name: uses.get(name) or self._unused(name, called) for name in sorted(self.names)}
+        opened, stock = ([str(use) for use in uses.values() if bool(use.opened) is on] for on in (True, False))
         parts = [f"{kind}: {', '.join(texts)}" for kind, texts in (("kernels", opened), ("stock", stock)) if texts]
         return (*(["; ".join(parts)] if parts else []), *filter(None, [self.gate.file.note]))
+
+    def _unused(self, name: str, cases: Sequence[Case]) -> Use:
+        case = next((case for case in cases if case.operation == name), None)
+        operation = self.gate.operations.get(name)
+        closed = None if case is None or operation is None else self.gate.closed(operation, case, self.names)
+        return Use(name, 0, 1, closed or "this pair does not call it")
 
 
 @cache
 def digest(operation: Operation) -> str:
-    """Of everything that a verdict is about: the kernels' text, and the file that launches them."""
-    text = [repr((_RULES, operation.widths, operation.kernels))]
+    """Of everything that a verdict is about: the kernels' text, and the file that launches and races them."""
+    text = [repr((_RULES, operation.kernels))]
     with contextlib.suppress(OSError, TypeError, KeyError):  # its Python is not there as text
         text.append(inspect.getsource(sys.modules[operation.launch.__module__]))
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

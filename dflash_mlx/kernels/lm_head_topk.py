@@ -17,7 +17,8 @@
 | lse [M] float32       | log of the sum of exp over all logits |
 
 Logits are rounded to hidden's type before they are compared, each step of the soft cap too. A forbidden token and NaN
-count as -inf. The kernel reads every weight once, whatever M; rows do not depend on M.
+count as -inf. The kernel reads every weight once, whatever M; rows do not depend on M. Up to 4, 5 to 8, and 9 to 16
+rows are raced on their own.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner
 from dflash_mlx.metal import source
 
 _LISTS = (1, 4, 8, 16)  # lengths that kernels are compiled for
-_ROWS = (8, 16)
+ROWS = 16
+CLASSES = Rows((4, 8, ROWS))
+_SIMDGROUPS = 4  # of a threadgroup, each with a tile
 _GROUPS = 8  # SIMD-groups that merge one row
 
 
@@ -84,10 +87,13 @@ def _kernels(lse: bool) -> tuple[MetalKernel, MetalKernel]:
         inputs=_INPUTS,
         outputs=("part_value", "part_id", *(["part_lse"] if lse else [])),
         body=f"""
-        best_of_tile<T, BITS, GS, MT, KTOP, MASK, CAP, {str(lse).lower()}>(
-            x, w, scales, biases, bitmask, cap, tile, x_shape[0], w_shape[0], x_shape[1],
-            int(threadgroups_per_grid.y), part_value, part_id, {part}, int(threadgroup_position_in_grid.y),
-            int(thread_index_in_simdgroup));
+        const uint rows = uint(w_shape[0]), tiles = (rows + uint(tile) - 1u) / uint(tile);
+        const uint at = threadgroup_position_in_grid.y * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup;
+        if (at < tiles) {{
+            best_of_tile<T, BITS, GS, TILES, BLOCKS, KTOP, MASK, CAP, {str(lse).lower()}>(
+                x, w, scales, biases, bitmask, cap, uint(tile), uint(x_shape[0]), rows, uint(x_shape[1]), tiles,
+                part_value, part_id, {part}, at, thread_index_in_simdgroup);
+        }}
         """,
         header=_HEADER,
     )
@@ -152,20 +158,33 @@ def why_not(
 ) -> str | None:
     rows, width = hidden.shape
     stored = head.weight.dtype if head.scales is None else head.scales.dtype
-    if rows > _ROWS[-1]:
-        return f"{rows} rows are more than {_ROWS[-1]}"
+    if rows > ROWS:
+        return f"{rows} rows are more than {ROWS}"
     if k > min(_LISTS[-1], head.vocab_size):
         return f"{k} tokens are more than {min(_LISTS[-1], head.vocab_size)}"
-    if head.scales is not None and (head.bits not in (4, 8) or head.biases is None):
-        return f"a head quantised to {head.bits} bits"
+    if head.scales is not None and (head.bits not in (4, 8) or head.group_size not in (32, 64, 128)):
+        return f"a head quantised to {head.bits} bits in groups of {head.group_size}"
+    if head.scales is not None and head.biases is None:
+        return "a quantised head without biases"
     if hidden.dtype not in (mx.float16, mx.bfloat16, mx.float32) or stored != hidden.dtype:
         return f"rows of {hidden.dtype} and a head of {stored}"
-    return f"rows of {width} values are no multiple of 4" if width % 4 else None
+    if head.vocab_size * width >= 2**32:
+        return f"a head of {head.vocab_size} x {width} has more weights than 32 bits count"
+    return f"rows of {width} values are no multiple of 32" if width % 32 else None
 
 
 def _tile(vocab_size: int) -> int:
     """Vocabulary rows of one SIMD-group: 64, and more where that makes over a thousand of them."""
     return 64 * -(-vocab_size // 65536)
+
+
+def _unit(rows: int, dtype: mx.Dtype, length: int, lse: bool) -> tuple[int, int]:
+    """Tiles of 8 vocabulary rows that share a pass over x, and blocks of 8 rows; fewer tiles where registers run out.
+
+    No result depends on it.
+    """
+    blocks = 1 if rows <= 8 else 2
+    return (2 if dtype == mx.float32 or (blocks == 2 and (lse or length > 8)) else 4), blocks
 
 
 def launch(
@@ -180,6 +199,7 @@ def launch(
     rows, vocab_size, tile = len(hidden), head.vocab_size, _tile(head.vocab_size)
     tiles = -(-vocab_size // tile)
     length = next(size for size in _LISTS if size >= k)
+    per_pass, blocks = _unit(rows, hidden.dtype, length, lse)
     # A buffer has to be there for an input that is not read.
     nothing = mx.zeros((1,), mx.uint32)
     cap = mx.array(softcap or 0.0, mx.float32)
@@ -198,13 +218,14 @@ def launch(
             ),
             shapes=((rows, tiles, length), (rows, tiles, length), (rows, tiles, 2))[: 2 + lse],
             dtypes=(mx.float32, mx.int32, mx.float32)[: 2 + lse],
-            grid=(32, tiles, 1),
-            threadgroup=(32, 1, 1),
+            grid=(32 * _SIMDGROUPS, -(-tiles // _SIMDGROUPS), 1),
+            threadgroup=(32 * _SIMDGROUPS, 1, 1),
             template=(
                 ("T", hidden.dtype),
                 ("BITS", head.bits),
                 ("GS", head.group_size),
-                ("MT", next(size for size in _ROWS if size >= rows)),
+                ("TILES", per_pass),
+                ("BLOCKS", blocks),
                 ("KTOP", length),
                 ("MASK", bitmask is not None),
                 ("CAP", softcap is not None),
@@ -242,8 +263,13 @@ def case(
         "mask": int(bitmask is not None),
         "cap": int(softcap is not None),
         "lse": int(lse),
+        "rows": CLASSES.of(len(hidden)),
     }
     return Case("lm_head_topk", str(hidden.dtype).removeprefix("mlx.core."), tuple(sizes.items()))
+
+
+def widths(case: Case) -> tuple[int, int]:
+    return CLASSES.ends(dict(case.sizes)["rows"])
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
@@ -299,7 +325,10 @@ def floor(
     softcap: float | None = None,
     lse: bool = False,
 ) -> dict[str, int]:
-    """Weights and mask once, the rows once per tile; then the parts of all tiles once."""
+    """Weights and mask once, the rows once per tile; then the parts of all tiles once.
+
+    A SIMD-group passes over the rows again for every 16 or 32 weight rows of its tile, from caches: `_unit`.
+    """
     tiles = -(-head.vocab_size // _tile(head.vocab_size))
     part = 4 * len(hidden) * tiles * next(size for size in _LISTS if size >= k)
     return {
@@ -326,4 +355,6 @@ OPERATION = Operation(
     sample=sample,
     first_rows=first_rows,
     floor=floor,
+    widths=widths,
+    matrix=True,
 )

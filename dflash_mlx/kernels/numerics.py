@@ -30,7 +30,7 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 def why_wrong(operation: Operation, case: Case, run: Runner, guard: Guard) -> str | None:
     """The first promise that the kernel breaks, in words, or None."""
-    for rows in operation.widths:
+    for rows in operation.widths(case):
         for seed, hard in ((0, False), (1, True)):
             call = operation.sample(case, rows, seed, hard)
             outside = operation.why_not(*call.arguments, **call.options)

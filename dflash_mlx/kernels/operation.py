@@ -90,14 +90,33 @@ def _built(kernel: MetalKernel) -> Callable[..., list[mx.array]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What a race is for: an operation at fixed sizes, whatever the number of rows.
+    """What a race is for: an operation at fixed sizes, whatever the number of rows, or for one class of numbers.
 
-    sizes: by name, as the operation's `case` fills them and its `sample` reads them.
+    sizes: by name, as the operation's `case` fills them and its `sample` reads them; "rows" is the class (`Rows`).
     """
 
     operation: str
     dtype: str  # "float16", "bfloat16", "float32"
     sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Classes of numbers of rows that win or lose on their own: what MLX does changes between them.
+
+    most: the largest number of each class, ascending. A class is called by it, and raced at its ends; 1 is in none of
+          their races.
+    """
+
+    most: tuple[int, ...]
+
+    def of(self, rows: int) -> int:
+        """The class of a number of rows. The last one for more than there are."""
+        return next((most for most in self.most if rows <= most), self.most[-1])
+
+    def ends(self, most: int) -> tuple[int, int]:
+        """The fewest and the most rows of a class."""
+        return max((lower for lower in self.most if lower < most), default=1) + 1, most
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,9 @@ class Operation:
     first_rows: (call, rows) -> the call with only its first rows, whose results have to be bit-equal to the whole's
                 first rows; None where an operation has no rows.
     floor:      bytes that each input has to be read at least, by the kernel's layout: name of the input -> bytes.
-    widths:     the two numbers of rows that a race is run at.
+    widths:     case -> the two numbers of rows that its race is run at.
+    newest:     case -> the last generation of chips on which it may open, or None for any; newer MLX kernels are as
+                good there.
     stock:      what the race is against, where that is not the reference: the same arguments, results of no interest.
     matrix:     whether it uses simdgroup matrices, which start closed on M5 (generation 17) and newer.
     """
@@ -136,6 +157,7 @@ class Operation:
     sample: Callable[[Case, int, int, bool], Call]
     first_rows: Callable[[Call, int], Call] | None
     floor: Callable[..., dict[str, int]]
-    widths: tuple[int, int] = (8, 16)
+    widths: Callable[[Case], tuple[int, int]] = lambda case: (8, 16)
+    newest: Callable[[Case], int | None] = lambda case: None
     stock: Callable[..., Arrays] | None = None
     matrix: bool = False

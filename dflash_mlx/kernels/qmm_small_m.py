@@ -12,6 +12,9 @@
 y [..., N] is of x's dtype. The kernel takes K % 64 == 0 and N % 8 == 0. It sums in float32; a row's bits do not depend
 on the number of rows. Where N is small, K is cut into slices, as many as N, K and the group size say, and a second
 launch adds them up in order.
+
+Three classes of rows are raced on their own. Up to 4 (8 bits: 5) MLX's vector kernels read the weights once from M3
+on, and only M1 and M2 are raced there; from 9 on a block of 16 rows is computed whatever their number.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from math import gcd
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner
 from dflash_mlx.metal import source
 
 ROWS = 16
+CLASSES = {4: Rows((4, 8, ROWS)), 8: Rows((5, 8, ROWS))}  # by bits
 _LANES = 32
 _SIMDGROUPS = 4  # of a threadgroup, at most
 _ENOUGH = 512  # SIMD-groups that fill a large GPU; below, K is cut into slices
@@ -89,6 +93,8 @@ def _why_not(n: int, k: int, dtype: mx.Dtype, group_size: int, bits: int) -> str
 @lru_cache
 def _layout(n: int, k: int, group_size: int) -> tuple[int, int, int]:
     """Tiles of 8 weight rows per SIMD-group, SIMD-groups per threadgroup, slices of K: by shape only."""
+    if n % 32 == 0 and n // 32 >= _ENOUGH:
+        return 4, gcd(n // 32, _SIMDGROUPS), 1
     tiles = 2 if n % 16 == 0 else 1
     units, slices = n // (8 * tiles), 1
     while slices < _SLICES and units * slices < _ENOUGH and k >= 2 * slices * max(_SLICE, group_size):
@@ -137,13 +143,30 @@ def _sum_of(parts: mx.array, dtype: mx.Dtype) -> Launch:
 
 
 def case(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int) -> Case:
-    return _case(len(w), x.shape[-1], x.dtype, group_size, bits)
+    rows = CLASSES[bits].of(x.size // x.shape[-1])
+    return _case(len(w), x.shape[-1], x.dtype, group_size, bits, rows)
 
 
 @lru_cache
-def _case(n: int, k: int, dtype: mx.Dtype, group_size: int, bits: int) -> Case:
-    sizes = (("n", n), ("k", k), ("group_size", group_size), ("bits", bits))
+def _case(n: int, k: int, dtype: mx.Dtype, group_size: int, bits: int, rows: int) -> Case:
+    sizes = (("n", n), ("k", k), ("group_size", group_size), ("bits", bits), ("rows", rows))
     return Case("qmm_small_m", str(dtype).removeprefix("mlx.core."), sizes)
+
+
+def races_of(weight: mx.array, dtype: mx.Dtype, group_size: int, bits: int) -> list[Case]:
+    """The races of a weight [N, K * bits / 32] and activations of `dtype`: of each class of rows."""
+    n, k = len(weight), weight.shape[-1] * 32 // bits
+    return [_case(n, k, dtype, group_size, bits, rows) for rows in CLASSES[bits].most]
+
+
+def widths(case: Case) -> tuple[int, int]:
+    sizes = dict(case.sizes)
+    return CLASSES[sizes["bits"]].ends(sizes["rows"])
+
+
+def newest(case: Case) -> int | None:
+    """M2: with affine weights MLX reads them once per row there, and from M3 on once for a few rows."""
+    return 14 if dict(case.sizes)["rows"] < 8 else None
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
@@ -167,7 +190,7 @@ def first_rows(call: Call, rows: int) -> Call:
 
 
 def floor(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> dict[str, int]:
-    """Weights once; the activations once for each 8 or 16 weight rows; the slices' sums once."""
+    """Weights once; the activations once for each 8, 16 or 32 weight rows; the slices' sums once."""
     k, n = x.shape[-1], len(w)
     tiles, _, slices = _layout(n, k, group_size)
     parts = {"parts": 4 * slices * (x.size // k) * n} if slices > 1 else {}
@@ -185,5 +208,7 @@ OPERATION = Operation(
     sample=sample,
     first_rows=first_rows,
     floor=floor,
+    widths=widths,
+    newest=newest,
     matrix=True,
 )

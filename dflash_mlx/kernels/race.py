@@ -57,7 +57,7 @@ def _failure(error: Exception) -> str:
 
 def _race(operation: Operation, case: Case, run: Runner, guard: Guard, clock: Callable[[], float]) -> Verdict:
     speedups = []
-    for rows in operation.widths:
+    for rows in operation.widths(case):
         calls = operands(operation, case, rows)
         launched(operation, calls[0], run, guard)
         started = clock()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dflash_mlx.kernels.operation import Case
 from dflash_mlx.kernels.race import Verdict
@@ -80,26 +80,40 @@ def _listen(child: Child, cases: Sequence[Case]) -> Generator[Raced]:
     limit_s: float | None = None
     while True:
         line = child.read(IDLE_S if limit_s is None else limit_s + _GRACE_S)
-        message = _parsed(line)
+        message = _parsed(line, cases)
         if message is None:
             if current is not None:
                 yield Raced(current, Verdict(_why(line, limit_s, child)))
             return
-        if "case" in message:
-            current = cases[message["case"]]
-        elif "verdict" in message and current is not None:
-            yield Raced(current, verdict_of(message["verdict"]))
+        if message.case is not None:
+            current = message.case
+        elif message.verdict is not None and current is not None:
+            yield Raced(current, message.verdict)
             if current is cases[-1]:
                 return
             current = None
-        limit_s = message.get("begin")
+        limit_s = message.limit_s
 
 
-def _parsed(line: str | None) -> dict[str, Any] | None:
-    """None for what is no message: the end, or a line that was cut."""
-    with contextlib.suppress(ValueError):
-        message = json.loads(line or "")
-        return message if isinstance(message, dict) else None
+@dataclass(frozen=True)
+class _Message:
+    """limit_s: of work that begins; None where none runs."""
+
+    case: Case | None
+    verdict: Verdict | None
+    limit_s: float | None
+
+
+def _parsed(line: str | None, cases: Sequence[Case]) -> _Message | None:
+    """None for what is no message: the end, a line that was cut, or one that something else wrote."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+        plain = json.loads(line or "")
+        index, verdict, limit_s = (plain.get(name) for name in ("case", "verdict", "begin"))
+        return _Message(
+            None if index is None else cases[index],
+            None if verdict is None else verdict_of(verdict),
+            None if limit_s is None else float(limit_s),
+        )
     return None
 
 

@@ -15,9 +15,10 @@ out [B, L, Hq * D] is of the queries' type. Row j of the segment is at position 
 query row i at position + i, which is stop + L1 - L + i unless `Sight.position` says otherwise; only differences of
 positions matter. `stop`, `first` and `position` are ints, or [B] int32 on the device, whose values nothing waits for.
 
-The kernel reads a segment once for all heads of a key/value head and up to 8 * TILES rows of them together; it cuts a
-segment into splits by its capacity alone, and a second launch puts the splits together. A row's bits depend neither on
-the number of rows nor, up to 8192 rows of capacity, on the capacity.
+The kernel packs the rows of all heads of a key/value head; each SIMD-group reads a segment once for 8 * TILES of them
+(16 for D 64, else 8), and those of a threadgroup read the same part of it, for caches to serve. It cuts a segment into
+splits by its capacity alone, and a second launch puts the splits together. A row's bits depend neither on the number of
+rows nor, up to 8192 rows of capacity, on the capacity.
 
 This file is long because all functions of an operation take the same arguments, and these are many.
 """
@@ -40,6 +41,7 @@ HEAD_DIMS = (64, 128, 256)
 CAPACITIES = (1024, 4096, 16384)  # classes that a layer asks races for
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _LANES, _SIMDGROUPS = 32, 8  # of a threadgroup at most
+_STAGED = 16384  # bytes of queries that a threadgroup keeps at most: half of what every chip gives it
 _FREE = 40  # rows of a sample's buffer that are not held: more than a block has
 _WIDTH, _SPLITS = 256, 32  # rows of a split at least, splits of a segment at most
 
@@ -89,9 +91,11 @@ PARTS = MetalKernel(
     inputs=_INPUTS,
     outputs=("o_part", "ml_part"),
     body="""
+    threadgroup T queries[SIMDGROUPS * 8 * TILES * D];
     sdpa_rows<T, D, GQA, MODE, WINDOW, TILES>(
         q, q_strides, q_shape, k0, k0_strides, k0_shape, v0, v0_strides, k1, k1_strides, k1_shape, v1, v1_strides,
-        first, stop, position, ancestors, window, width, scale, o_part, ml_part, threadgroup_position_in_grid,
+        first, stop, position, ancestors, window, width, scale,
+        queries + simdgroup_index_in_threadgroup * 8 * TILES * D, o_part, ml_part, threadgroup_position_in_grid,
         threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup,
         thread_index_in_simdgroup);
     """,
@@ -231,8 +235,13 @@ def _width(capacity: int) -> int:
 
 
 def _tiles(dim: int) -> int:
-    """Of 8 query rows per SIMD-group at most: a lane then holds 64 sums."""
-    return 256 // dim
+    """Of 8 query rows per SIMD-group: by the registers that a lane has, see the .metal file."""
+    return max(1, 128 // dim)
+
+
+def _most(dim: int, size: int) -> int:
+    """SIMD-groups of a threadgroup, at `size` bytes per number; a template value, so not by the number of rows."""
+    return min(_SIMDGROUPS, _STAGED // (8 * _tiles(dim) * dim * size))
 
 
 def _simdgroups(queries: mx.array, keys: mx.array) -> int:
@@ -242,7 +251,11 @@ def _simdgroups(queries: mx.array, keys: mx.array) -> int:
 
 
 def _counts(count: Count, batch: int) -> mx.array:
-    return count.astype(mx.int32) if isinstance(count, mx.array) else mx.array([count] * batch, mx.int32)
+    """[B] int32, one after the other in memory: the kernel knows the strides of heads only."""
+    if not isinstance(count, mx.array):
+        return mx.array([count] * batch, mx.int32)
+    count = count.astype(mx.int32)
+    return mx.contiguous(count) if batch > 1 else count
 
 
 def launch(
@@ -260,6 +273,7 @@ def launch(
     kv_heads, own = keys.shape[1:3]
     held = segment or Segment(keys, values, 0)  # nothing of it is read
     first, stop = _counts(held.first, batch), _counts(held.stop, batch)
+    ancestors = first if sight.ancestors is None else mx.contiguous(sight.ancestors)
     position = sight.position
     if position is None:
         position = stop if own == rows else held.stop + (own - rows)
@@ -267,12 +281,13 @@ def launch(
     width = _width(capacity)
     splits = ceil(capacity / width) + 1
     simdgroups = _simdgroups(queries, keys)
-    groups = ceil(simdgroups / _SIMDGROUPS)  # threadgroups, of equal size
+    most = _most(dim, queries.dtype.size)
+    groups = ceil(simdgroups / most)  # threadgroups, of equal size
     threads = _LANES * ceil(simdgroups / groups)
     parts = Launch(
         inputs=(
             *(queries, held.keys, held.values, keys, values),
-            *(first, stop, _counts(position, batch), first if sight.ancestors is None else sight.ancestors),
+            *(first, stop, _counts(position, batch), ancestors),
             *(mx.array(sight.window or 0, mx.int32), mx.array(width, mx.int32), mx.array(scale, mx.float32)),
         ),
         shapes=((batch, heads, rows, splits, dim), (batch, heads, rows, splits, 2)),
@@ -286,6 +301,7 @@ def launch(
             ("MODE", MODES.index(sight.mode)),
             ("WINDOW", sight.window is not None),
             ("TILES", _tiles(dim)),
+            ("SIMDGROUPS", most),
         ),
     )
     o_part, ml_part = run(PARTS, parts)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.selector import Candidates
 from dflash_mlx.kernels.choice import Kernels
-from dflash_mlx.kernels.lm_head_topk import OPERATION, Head
+from dflash_mlx.kernels.lm_head_topk import CLASSES, OPERATION, Head
 from dflash_mlx.kernels.modules.head import head_of
 from dflash_mlx.kernels.operation import Case
 from dflash_mlx.targets import Target
@@ -44,10 +44,12 @@ def head_cases(draft: DraftModel, target: Target, kernels: Kernels) -> list[Case
     wanted = _wanted(draft, target, kernels)
     if wanted is None:
         return []
-    rows = mx.zeros((2, draft.config.hidden_size), wanted.dtype)
-    call = (rows, wanted.head, wanted.best)
-    outside = OPERATION.why_not(*call, softcap=wanted.softcap)
-    return [] if outside else [OPERATION.case(*call, softcap=wanted.softcap)]
+    found = []
+    for rows in CLASSES.most:
+        call = (mx.zeros((rows, draft.config.hidden_size), wanted.dtype), wanted.head, wanted.best)
+        if OPERATION.why_not(*call, softcap=wanted.softcap) is None:
+            found.append(OPERATION.case(*call, softcap=wanted.softcap))
+    return found
 
 
 def _wanted(draft: DraftModel, target: Target, kernels: Kernels) -> _Wanted | None:

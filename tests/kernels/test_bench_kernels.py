@@ -28,7 +28,7 @@ def test_bytes_are_counted_and_times_are_not_invented(tmp_path, capsys):
     assert printed.count("accept ") == 2
     result = json.loads(path.read_text())
     assert result["notes"] == [kernels.NO_METAL]
-    assert [row["rows"] for row in result["rows"]] == list(OPERATIONS["accept"].widths)
+    assert [row["rows"] for row in result["rows"]] == list(OPERATIONS["accept"].widths(kernels.SMALL["accept"]))
     for row in result["rows"]:
         assert row["wrong"] is None
         assert row["timed"] is None
@@ -48,6 +48,15 @@ def test_the_clock_compares_kernel_and_stock_step_by_step(monkeypatch):
     assert row["range_us"]["kernel"] == [per_step, per_step]
 
 
+def test_every_class_of_rows_has_its_lines(monkeypatch):
+    """An operation that opens by classes is not described by one of them."""
+    monkeypatch.setattr(kernels, "_wrong", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "counted", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "timed", lambda *arguments: None)
+    for name in ("qmm_small_m", "lm_head_topk"):
+        assert [row["rows"] for row in kernels.measure(OPERATIONS[name])] == [2, 4, 5, 8, 9, 16]
+
+
 def test_a_name_that_is_none_is_said(capsys):
     """A typing mistake must not look like a bench of nothing that passed."""
     with pytest.raises(SystemExit) as caught:
@@ -60,5 +69,33 @@ def test_a_wrong_kernel_fails_the_bench(monkeypatch, capsys):
     """The check comes first: how fast a wrong kernel is does not matter."""
     monkeypatch.setattr(kernels, "why_wrong", lambda *arguments: "it is wrong")
     monkeypatch.setattr(kernels, "counted", lambda *arguments: None)
-    assert kernels.main(["accept"]) == 1
-    assert "it is wrong" in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "_simulator", lambda: kernels.on_metal)  # which is not called
+    assert kernels.main(["accept", "accept"]) == 1
+    assert capsys.readouterr().out.count("it is wrong") == 2, "one line per width"
+
+
+def test_a_kernel_that_does_not_compile_does_not_hide_the_others(monkeypatch, capsys):
+    """Likely on the first Mac: Apple's compiler has not seen these sources."""
+
+    def refused(operation, *arguments):
+        if operation.name == "accept":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+    monkeypatch.setattr(kernels, "why_wrong", refused)
+    monkeypatch.setattr(kernels, "counted", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "timed", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "_simulator", lambda: kernels.on_metal)
+    assert kernels.main(["accept", "sdpa_rows"]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "it failed here (RuntimeError: [metal::Device] Unable" in printed
+        and "sdpa_rows       8 rows | right" in printed
+    )
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    """On a Mac minutes would be lost."""
+    monkeypatch.setattr(kernels, "measure", lambda operation: pytest.fail("it measured first"))
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main(["accept", "--json", str(tmp_path / "none" / "kernels.json")])
+    assert "cannot be written: No such file" in capsys.readouterr().err

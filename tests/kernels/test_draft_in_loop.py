@@ -95,7 +95,7 @@ def test_a_quantised_head_of_the_target_is_read_by_the_kernel(name: str, bits: i
     assert proposed(draft, target_for(model, kernels), kernels).tolist() == plain.tolist()
     (case,) = (case for case, reason in kernels.reasons.items() if reason is None)
     assert dict(case.sizes)["bits"] == bits
-    assert head_cases(draft, target_for(model, kernels), kernels) == [case]
+    assert case in head_cases(draft, target_for(model, kernels), kernels)
 
 
 def test_positions_on_the_device_are_the_same_as_on_the_host():

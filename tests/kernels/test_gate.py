@@ -192,6 +192,21 @@ def test_matrix_kernels_start_closed_on_an_m5_and_open_by_name_if_they_win(path:
     assert "as fast as stock" in (_closed(slow, frozenset({"double"})) or "")
 
 
+def test_what_mlx_does_as_well_on_newer_chips_is_raced_on_old_ones_only(path: Path) -> None:
+    """A race costs seconds at load, and a note about every shape that stays with MLX would bury the others."""
+    double = Double()
+    old_only = {"double": replace(double.operation, newest=lambda case: 14)}
+    for chip, opens in ((replace(M4, architecture="applegpu_g14s"), True), (M4, False), (M5, False)):
+        gate = double.gate(path, chip, operations=old_only, race=double.race if opens else _never)
+        gate.prepare([CASE])
+        reason = _closed(gate)
+        if opens:
+            assert reason is None and gate.kernels_for(None).notes([CASE]) == ("kernels: double",)
+        else:
+            assert reason == "MLX's own kernels are as good for so few rows from generation 15 on"
+            assert gate.kernels_for(None).notes([CASE]) == ()
+
+
 def test_a_name_does_not_open_a_kernel_whose_numbers_are_wrong(path: Path) -> None:
     gate = Double(wrong_ids=1).gate(path)
     gate.prepare([CASE], frozenset({"double"}))
@@ -240,6 +255,21 @@ def test_notes_say_what_runs_and_why_not_in_one_line(path: Path) -> None:
     assert kernels.notes([CASE]) == ("kernels: double",)
     assert kernels.notes([CASE, narrow]) == (f"kernels: double (1 of 2 shapes; {UNRACED})",)
     assert kernels.notes([]) == ()
+
+
+def test_notes_to_a_wish_by_name_are_about_these_names(path: Path) -> None:
+    """That six others stay closed is what was asked for; that a named one is never called is not."""
+    gate = Double().gate(path)
+    gate.prepare([CASE])
+    others = [CASE, Case("triple", "bfloat16", ())]
+    assert gate.kernels_for(frozenset({"double"})).notes(others) == ("kernels: double",)
+    assert gate.kernels_for(frozenset({"double", "other"})).notes(others) == (
+        "kernels: double; stock: other (this pair does not call it)",
+    )
+    assert gate.kernels_for(frozenset({"other"})).notes([CASE]) == ("stock: other (this pair does not call it)",)
+    old = {"double": replace(Double().operation, newest=lambda case: 16)}
+    (note,) = Double().gate(path, M5, operations=old).kernels_for(frozenset({"double"})).notes([CASE])
+    assert note.startswith("stock: double (MLX's own kernels are as good")
 
 
 def test_wishes_are_auto_off_or_names() -> None:

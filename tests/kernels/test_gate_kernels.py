@@ -17,7 +17,7 @@ from tests.kernels.fake_operation import unwatched
 
 SMALL = [
     Case("accept", "int32", ()),
-    Case("qmm_small_m", "bfloat16", (("n", 16), ("k", 64), ("group_size", 32), ("bits", 4))),
+    Case("qmm_small_m", "bfloat16", (("n", 16), ("k", 64), ("group_size", 32), ("bits", 4), ("rows", 16))),
     Case(
         "qk_norm_rope",
         "bfloat16",
@@ -31,13 +31,33 @@ SMALL = [
     Case(
         "lm_head_topk",
         "bfloat16",
-        (("vocab", 128), ("hidden", 64), ("bits", 4), ("group", 32), ("k", 4), ("mask", 0), ("cap", 0), ("lse", 1)),
+        (
+            ("vocab", 128),
+            ("hidden", 64),
+            ("bits", 4),
+            ("group", 32),
+            ("k", 4),
+            ("mask", 0),
+            ("cap", 0),
+            ("lse", 1),
+            ("rows", 8),
+        ),
     ),
     Case("gdn_verify", "bfloat16", (("Hk", 1), ("Hv", 1), ("Dv", 8), ("Dk", 128))),
     Case(
         "lm_head_topk",
         "bfloat16",
-        (("vocab", 150), ("hidden", 64), ("bits", 8), ("group", 32), ("k", 6), ("mask", 1), ("cap", 0), ("lse", 1)),
+        (
+            ("vocab", 150),
+            ("hidden", 64),
+            ("bits", 8),
+            ("group", 32),
+            ("k", 6),
+            ("mask", 1),
+            ("cap", 0),
+            ("lse", 1),
+            ("rows", 16),
+        ),
     ),
     # In bfloat16 its sigmoid rounds as MLX's does on Metal, three times, and the reference here runs on a CPU.
     Case("gdn_prework", "float32", (("Hk", 1), ("Hv", 1), ("Dv", 128), ("W", 4), ("Dk", 128))),

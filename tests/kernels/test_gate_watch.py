@@ -53,6 +53,13 @@ def test_a_crash_closes_the_kernel_that_ran_and_no_other() -> None:
     assert reasons == [None, "the race's process was ended by signal 11", None] and all(r.keep for r in raced)
 
 
+@pytest.mark.parametrize("line", ['{"case": 7}', '{"verdict": {"reason": 3, "speedups": {}}}', '{"begin": "x"}', "[1]"])
+def test_a_line_that_is_no_message_closes_the_kernel_and_no_load_fails_for_it(line: str) -> None:
+    raced, asked = watched([CASE, OTHER], FakeChild(['{"case": 0}', line]), FakeChild(said(Double(), [OTHER])))
+    assert asked == [[CASE, OTHER], [OTHER]]
+    assert [found.verdict.reason for found in raced] == ["the race's process was ended by signal 11", None]
+
+
 def test_a_process_that_never_begins_closes_the_kernels_for_now_only() -> None:
     """An import that fails says nothing about a kernel: the next process tries again."""
     raced, asked = watched([CASE, OTHER], FakeChild([""], "ended with status 1"))

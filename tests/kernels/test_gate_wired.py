@@ -50,6 +50,15 @@ def test_without_metal_every_wish_is_todays_path(tokenizer, no_metal: None) -> N
         )
 
 
+def test_who_asks_for_a_kernel_and_gets_plain_decoding_is_told() -> None:
+    """Kernels run blocks of drafts: with `--draft none` a named one would stay away without a word."""
+    told = "no kernel is used: they run blocks of drafts, and decoding is plain"
+    for draft in (DRAFT, None):
+        for wish, notes in (("accept", [told]), ("auto", []), ("off", [])):
+            request = plan(tiny("llama"), draft, Options(mode="plain", kernels=wish))
+            assert [note for note in request.notes if "kernel" in note] == notes
+
+
 def test_kernels_change_nothing_but_who_computes(tokenizer) -> None:  # type: ignore[no-untyped-def]
     """With references in their place the tokens are those of plain decoding."""
     plain, _ = _tokens(tokenizer, mode="plain", kernels=references())

@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 
 from dflash_mlx.kernels.choice import Kernels, references, through
-from dflash_mlx.kernels.modules.linear import RowsEmbedding, RowsLinear, linear, swap
-from dflash_mlx.kernels.operation import Launch, MetalKernel, Operation
+from dflash_mlx.kernels.modules.linear import RowsEmbedding, RowsLinear, cases_of, linear, swap
+from dflash_mlx.kernels.operation import Case, Launch, MetalKernel, Operation
 from dflash_mlx.kernels.qmm_small_m import OPERATION
 from tests.kernels.checks import runner
 
@@ -141,9 +141,29 @@ def test_a_layer_decides_once_and_names_its_race():
     """Every linear runs in every cycle: asking again would cost host time, and another answer would change bits."""
     layer, kernels = layer_of(), Asked()
     swapped = swap(layer, kernels)
-    for rows in (1, 2, 16, 17, 2):
+    for rows in (1, 2, 16, 17, 6, 2, 16):
         assert mx.array_equal(swapped(rows_of(rows)), layer(rows_of(rows)))
-    assert kernels.times == 1
-    (case,) = swapped.cases()
-    assert kernels.reasons == {case: "slower here"}
-    assert case.dtype == "float32" and dict(case.sizes) == dict(n=24, k=128, group_size=32, bits=4)
+    assert kernels.times == 3
+    assert kernels.reasons == dict.fromkeys(swapped.cases(), "slower here")
+    assert set(cases_of(layer, mx.float32)) == set(swapped.cases())
+    for case, rows in zip(swapped.cases(), (4, 8, 16), strict=True):
+        assert case.dtype == "float32" and dict(case.sizes) == dict(n=24, k=128, group_size=32, bits=4, rows=rows)
+
+
+def test_a_kernel_that_wins_for_few_rows_only_is_used_for_those():
+    """MLX reads the weights again for every few rows: one verdict for all would close what pays, or open a loss."""
+    launched = list[int]()
+
+    def run(kernel: MetalKernel, launch: Launch) -> list[mx.array]:
+        launched.append(launch.inputs[0].shape[0])
+        return runner()(kernel, launch)
+
+    def only_8(operation: Operation, case: Case) -> str | None:
+        return None if dict(case.sizes)["rows"] == 8 else "slower here"
+
+    layer = layer_of()
+    swapped, kernels = swap(layer, Kernels(True, only_8, run)), Kernels(True, only_8, run)
+    for rows in (4, 5, 8, 9, 16):
+        swapped(rows_of(rows))
+        linear(layer, rows_of(rows), kernels)
+    assert launched == [5, 5, 8, 8]

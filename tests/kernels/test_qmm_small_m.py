@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.kernels.operation import Call, Case, Runner
-from dflash_mlx.kernels.qmm_small_m import OPERATION, _layout
+from dflash_mlx.kernels.qmm_small_m import OPERATION, _layout, races_of
 from tests.kernels.checks import SEEDS, check, check_bytes, check_first_rows, runner
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of the result, at most
@@ -27,7 +27,7 @@ def call_of(
     seed: int = 0,
     hard: bool = False,
 ) -> Call:
-    sizes = (("n", n), ("k", k), ("group_size", group), ("bits", bits))
+    sizes = (("n", n), ("k", k), ("group_size", group), ("bits", bits), ("rows", 16))
     return OPERATION.sample(Case("qmm_small_m", dtype, sizes), rows, seed, hard)
 
 
@@ -137,11 +137,34 @@ def test_the_slices_of_k_depend_on_the_shape_only():
     """A number that followed the rows or the chip would change the order of sums, and with it bits."""
     assert _layout(8, 64, 64) == (1, 1, 1)
     assert _layout(1024, 5120, 64) == (2, 4, 8)
-    assert _layout(17408, 5120, 64) == (2, 4, 1)
-    assert _layout(151936, 4096, 128) == (2, 4, 1)
+    assert _layout(12288, 4096, 64) == (2, 4, 1)
+    assert _layout(17408, 5120, 64) == (4, 4, 1)
+    assert _layout(151936, 4096, 128) == (4, 4, 1)
+    assert _layout(151928, 4096, 128) == (1, 1, 1)
     for n, k in ((8, 8192), (24, 4096), (256, 1024)):
         tiles, simdgroups, slices = _layout(n, k, 64)
         assert n % (8 * tiles * simdgroups) == 0 and k // slices >= 256
+
+
+def test_a_wide_weight_shares_its_reads_of_x_among_more_tiles():
+    """The layout of heads and of the widest layers; small ones would leave a GPU half empty with it."""
+    for rows in (8, 13):
+        call = call_of(16384, 64, rows, bits=4, dtype="bfloat16")
+        assert _layout(16384, 64, 64)[0] == 4
+        assert_close(runner(1), call)
+    check_bytes(OPERATION, call)
+
+
+def test_rows_are_raced_in_classes_of_which_the_first_is_for_old_chips():
+    """One verdict for 2 to 16 rows would open the kernel where MLX is faster, or close it where it pays."""
+    for bits, ends in ((4, [(2, 4), (5, 8), (9, 16)]), (8, [(2, 5), (6, 8), (9, 16)])):
+        _, w, *_ = call_of(16, 128, 4, bits=bits).arguments
+        cases = races_of(w, mx.float32, 64, bits)
+        assert [OPERATION.widths(case) for case in cases] == ends
+        assert [OPERATION.newest(case) for case in cases] == [14, None, None]
+        for rows in range(2, 17):
+            (case,) = (case for case, (few, most) in zip(cases, ends, strict=True) if few <= rows <= most)
+            assert OPERATION.case(*call_of(16, 128, rows, bits=bits).arguments) == case
 
 
 def test_what_the_kernel_does_not_take_is_said():

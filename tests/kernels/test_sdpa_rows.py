@@ -219,8 +219,51 @@ def test_a_context_may_be_empty_or_missing():
     same_bits(*(OPERATION.launch(runner(), *call.arguments, **call.options)[0] for call in (empty, missing)), "none")
 
 
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_one_strided_part_is_read_with_its_strides(part: str):
+    """The kernel has a body for columns that are next to each other; the other part's alone must not choose it."""
+    queries, segment, *block = TINY.call().arguments
+    wide = getattr(segment, part)
+    strided = mx.stack([wide, mx.zeros_like(wide)], axis=-1).reshape(*wide.shape[:-1], -1)[..., ::2]
+    call = replace(TINY.call(), arguments=(queries, replace(segment, **{part: strided}), *block))
+    assert_close(runner(), call)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_more_query_rows_than_a_threadgroup_has_room_for(dtype: mx.Dtype):
+    """Heads of 256 fill its memory with 2 or 4 tiles of query rows; 9 tiles are several threadgroups."""
+    call = Shape(dtype, 256, heads=4, kv_heads=1, rows=17, capacity=40).call()
+    assert_close(runner(), call)
+    check_first_rows(OPERATION, call, [3])
+
+
 def test_sequences_of_a_batch_have_contexts_of_their_own():
     assert_close(runner(), _strided(replace(TINY, heads=4, kv_heads=2, batch=2).call()))
+
+
+@pytest.mark.parametrize("counts", ["column", "broadcast"])
+def test_counts_on_the_device_may_be_views(counts: str):
+    """A column of a table, or one length for all: read as if in one piece, a sequence would have another's length."""
+    call = replace(TINY, heads=4, kv_heads=2, batch=2, first=0, stop=270).call(dirt=0.0)
+    queries, segment, keys, values = call.arguments
+    table = mx.array([[270, 5, 270, 9], [31, 2, 31, 9]], mx.int32)
+    first, stop, position = table[:, 1], table[:, 0], table[:, 2]
+    if counts == "broadcast":
+        first, stop, position = (mx.broadcast_to(mx.array([n], mx.int32), (2,)) for n in (5, 31, 31))
+    held = Segment(*segment_arrays(segment), stop, first)
+    call.options["sight"] = Sight("causal", None, position)
+    assert_close(runner(), replace(call, arguments=(queries, held, keys, values)))
+
+
+def test_ancestors_may_be_a_view():
+    """Every other column of a wider table, for two sequences with trees of their own."""
+    call = replace(TINY, mode="tree", rows=5, stop=20, batch=2).call()
+    sight = call.options["sight"]
+    chain = mx.array([[(2 << row) - 1 for row in range(5)]], mx.uint32)
+    trees = mx.concatenate([sight.ancestors[:1], chain])
+    view = mx.stack([trees, mx.zeros_like(trees)], axis=-1).reshape(2, 10)[:, ::2]
+    call.options["sight"] = replace(sight, ancestors=view)
+    assert_close(runner(), call)
 
 
 def test_a_block_may_bring_older_rows_of_its_own():

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from dflash_mlx.kernels.choice import Kernels
 from dflash_mlx.kernels.operation import Case
-from dflash_mlx.kernels.qmm_small_m import OPERATION, ROWS
+from dflash_mlx.kernels.qmm_small_m import OPERATION, ROWS, races_of
 
 
 def swap(module: nn.Module, kernels: Kernels) -> nn.Module | None:
@@ -37,17 +37,19 @@ def linear(module: nn.Module, x: mx.array, kernels: Kernels) -> mx.array:
 
 
 def cases_of(module: nn.Module, dtype: mx.Dtype) -> list[Case]:
-    """The race that `linear` wants for this module and activations of `dtype`; none where it is not for the kernel."""
+    """The races that `linear` wants for this module and activations of `dtype`; none where it is not for the kernel."""
     if type(module) is not nn.QuantizedLinear or module["scales"].dtype != dtype or not _fits(module):
         return []
-    return [OPERATION.case(*_example(module))]
+    return races_of(module["weight"], dtype, module.group_size, module.bits)
 
 
 class _Rows(nn.Module):
     """The kernel's part of both classes below.
 
-    _kernels: decides and runs. _open: what was decided; None before the first block.
+    _kernels: decides and runs. _open: what was decided, by number of rows.
     """
+
+    _open: dict[int, bool]
 
     def __init__(self, module: nn.Module, kernels: Kernels) -> None:
         """Become `module`: its settings, and its arrays, which are shared and never written."""
@@ -55,20 +57,22 @@ class _Rows(nn.Module):
         dict.update(self, module)
         vars(self).update(vars(module))
         self._kernels = kernels
-        self._open: bool | None = None
+        vars(self)["_open"] = {}  # an attribute that is a dict would be one of its parameters
 
     def _product(self, x: mx.array) -> mx.array | None:
         """x . dequant(W)^T from the kernel, or None where MLX's module has to compute it."""
-        if self._open is False or not _is_block(x) or x.dtype != self["scales"].dtype:
+        rows = x.shape[-2] if x.ndim > 1 else 1
+        opened = self._open.get(rows)
+        if opened is False or not _is_block(x) or x.dtype != self["scales"].dtype:
             return None
         weights = _weights(self)
-        if self._open is None:
-            self._open = self._kernels.closed(OPERATION, x, *weights) is None
-        return OPERATION.launch(self._kernels.runner, x, *weights)[0] if self._open else None
+        if opened is None:
+            opened = self._open[rows] = self._kernels.closed(OPERATION, x, *weights) is None
+        return OPERATION.launch(self._kernels.runner, x, *weights)[0] if opened else None
 
     def cases(self) -> list[Case]:
-        """The race that this module's blocks are for."""
-        return [OPERATION.case(*_example(self))]
+        """The races that this module's blocks are for."""
+        return races_of(self["weight"], self["scales"].dtype, self.group_size, self.bits)
 
 
 class RowsLinear(_Rows, nn.QuantizedLinear):
