@@ -82,10 +82,8 @@ def decode(
             verdict = s.decider.decide(step.proposal, step.logits, s.position, step.judgement)
             forward = step.forward
             if not verdict.tokens:  # not even the first row was clear
-                s.undo()
-                single = _verify(s, nothing, mx.array(s.tokens[-1:], mx.int32), s.position)
-                verdict = s.decider.decide(nothing, single.logits, s.position, single.judgement)
-                forward, again, drafted = single.forward, True, None
+                verdict, forward = _single_row(s, nothing)
+                again, drafted = True, None
             s.stats.rechecked += again
             verdict = verdict.truncate(remaining, stop)
             made = len(verdict.tokens)
@@ -135,6 +133,13 @@ def _verify(s: Session, proposal: Proposal, anchor: mx.array, position: int) -> 
     forward = s.forward(ids)
     logits = s.target.logits(forward.hidden)[0]
     return _Step(proposal, forward, logits, s.decider.judge(proposal, logits, position))
+
+
+def _single_row(s: Session, nothing: Proposal) -> tuple[Verdict, Forward]:
+    """In place of the open block: the next token from a forward over the anchor alone."""
+    s.undo()
+    step = _verify(s, nothing, mx.array(s.tokens[-1:], mx.int32), s.position)
+    return s.decider.decide(nothing, step.logits, s.position, step.judgement), step.forward
 
 
 def _step_ahead(s: Session, step: _Step, remaining: int) -> _Step | None:

@@ -178,7 +178,7 @@ class Request:
             if session.cache.closed is not None:
                 return
             if self.entries is not None and session.tokens:
-                session.settle()
+                session.write_anchor()
             elif self.prompt_cache is not None:
                 session.finish()
         except BaseException as error:  # a second interrupt, or work that MLX cannot finish in this thread

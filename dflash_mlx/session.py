@@ -143,8 +143,8 @@ class Session:
                 delivered=len(commit.tokens) - count,
             )
 
-    def settle(self) -> None:
-        """Write the anchor too, so that an mlx_lm cache list holds every returned token, as after mlx_lm."""
+    def write_anchor(self) -> None:
+        """Hold the anchor too, so that an mlx_lm cache list holds every returned token, as after mlx_lm."""
         if self.position == self.cache.length + 1:
             try:
                 self.keep(self.forward(mx.array(self.tokens[-1:])), 1)
