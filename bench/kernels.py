@@ -10,6 +10,9 @@ Per operation and number of rows:
     time      of one step and of stock's, where there is Metal: dependent steps, operands that no cache holds at once,
               the order A B B A, medians (dflash_mlx/kernels/race.py)
 
+On Metal kernels run in this process, without the watchdog of `load`'s races: each is named before it starts, and one
+that hangs has to be interrupted (Ctrl-C, or kill -9 where it is stuck in the driver).
+
 Without Metal nothing is timed and the check runs in the simulator. Where the simulator cannot run (it needs x86-64
 Linux), what is read is null.
 """
@@ -98,10 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rows = []
     for name in dict.fromkeys(args.names or OPERATIONS):
+        print(f"{name} ...", file=sys.stderr, flush=True)
         found = measure(OPERATIONS[name])
         rows += found
         for row in found:
-            print(line(row))
+            print(line(row), flush=True)
     notes = [note for note in (None if mx.metal.is_available() else NO_METAL, _no_counts()) if note]
     print("\n".join(notes))
     if args.json:

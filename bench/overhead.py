@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="A B .. F F .. B A each (default 6)")
     parser.add_argument("--out", type=Path, help="write the JSON here; the README's is bench/results/overhead.json")
     args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds has to be 1 or more, got {args.rounds}")
     from bench import machine
 
     result: dict[str, Any] = {

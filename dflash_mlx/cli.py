@@ -60,7 +60,8 @@ def add_kernels_argument(group: Any) -> None:
     """To a parser or a group of one."""
     group.add_argument(
         "--kernels",
-        default=os.environ.get("DFLASH_KERNELS") or "auto",
+        type=lambda text: text.strip() or "auto",  # an empty variable is one that is not set
+        default=os.environ.get("DFLASH_KERNELS", "auto"),
         metavar="auto|off|NAME,...",
         help="Metal kernels: those that are right and faster here (auto, default), none, or only the named ones "
         "(DFLASH_KERNELS sets it)",

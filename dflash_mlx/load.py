@@ -153,7 +153,7 @@ def load(
 
 def _race(model: nn.Module, draft: DraftModel, kernels: Kernels, tell: Progress) -> None:
     if kernels.wired:
-        kernels.prepare(cases_of_pair(model, draft, kernels), tell)
+        kernels.prepare(cases_of_pair(target_for(model, kernels), draft, kernels), tell)
 
 
 @contextmanager

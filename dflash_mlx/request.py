@@ -225,9 +225,9 @@ def plan(
     _check_max_kv_size(options, held, speculates)
     adaptive = speculates and options.mode == "auto" and options.block_size is None
     simple = why_not_pipelined(options, speculates)
-    kernels = select(options.kernels) if speculates else STOCK
+    target, kernels, kernel_notes = _served(target, draft, options) if speculates else (target, STOCK, ())
     return Request(
-        target=target_for(model, kernels),
+        target=target,
         draft=draft if speculates else _kept_draft(held),
         mode="dflash" if speculates else "plain",
         notes=(
@@ -236,11 +236,7 @@ def plan(
             *target_notes(target, speculates),
             *(draft.notes if draft is not None and speculates else ()),
             *((blas.status().note,) if blas.status().active else ()),
-            *(
-                kernels.notes(cases_of_pair(model, draft, kernels))
-                if draft is not None and speculates
-                else unserved_notes(options.kernels)
-            ),
+            *(kernel_notes if speculates else unserved_notes(options.kernels)),
         ),
         block_size=block_size if speculates else 1,
         adaptive=adaptive and not options.text_depends_on_blocks,
@@ -250,6 +246,17 @@ def plan(
         entries=entries,
         kernels=kernels,
     )
+
+
+def _served(stock: Target, draft: DraftModel | None, options: Options) -> tuple[Target, Kernels, tuple[str, ...]]:
+    """What a request with drafts runs on: the target and its kernels, stock where none is open; and what to say."""
+    wanted = select(options.kernels)
+    if draft is None or not wanted.wired:
+        return stock, wanted, wanted.notes(())
+    target = target_for(stock.model, wanted)
+    cases = cases_of_pair(target, draft, wanted)
+    kernels = wanted.serving(cases)
+    return target if kernels.wired else stock, kernels, wanted.notes(cases)
 
 
 def _check_max_kv_size(options: Options, held: PromptCache | None, speculates: bool) -> None:

@@ -18,9 +18,11 @@ import pytest
 
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.decode import Session, decode
+from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.operation import Operation
 from dflash_mlx.stats import Stats
 from dflash_mlx.targets import target_for
-from tests.conftest import KERNELS, greedy_session
+from tests.conftest import KERNELS, greedy_session, tokens_of
 from tests.covering import Product, Rule, pairs_of
 from tests.families import (
     BY_NAME,
@@ -202,6 +204,39 @@ def test_the_sample_has_every_pair_of_values() -> None:
         assert {c.end for c in cases if c.script == script} == {end for s, _, end in WAYS if s == script}
     assert all(any(end == other for *_, other in WAYS) for end in ENDS)
     assert len(cases) < 400
+
+
+class Asked(Kernels):
+    """The references, and which operations were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(True, lambda operation, case: "references only")
+        self.operations: set[str] = set()
+
+    def closed(self, operation: Operation, *arguments: object, **options: object) -> str | None:
+        self.operations.add(operation.name)
+        return super().closed(operation, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        ("llama", {"sdpa_rows"}),
+        ("llama-sliding", {"sdpa_rows"}),
+        ("qwen3", {"sdpa_rows"}),
+        ("llama-4bit", {"sdpa_rows", "qmm_small_m"}),
+        ("qwen3_moe-4bit", {"sdpa_rows", "qmm_small_m"}),
+        ("qwen3_next", {"sdpa_rows", "gdn_prework", "gdn_verify"}),
+        ("qwen3_5-4bit", {"sdpa_rows", "gdn_prework", "gdn_verify", "qmm_small_m"}),
+        ("gemma4", set()),
+    ],
+)
+def test_with_references_operations_are_really_asked_for(name: str, operations: set[str]) -> None:
+    """Else the cases above would hold mlx_lm's modules against themselves."""
+    plain, kernels = baseline(name, mx.float32, 5, 7), Asked()
+    session = greedy_session(name, ScriptedProposer(plain.tokens, SCRIPTS["mixed"], TAPS), 4, kernels=kernels)
+    assert tokens_of(decode(session, plain.prompt, max_tokens=12)) == plain.tokens[:12]
+    assert kernels.operations == operations | {"accept"}
 
 
 @pytest.mark.slow

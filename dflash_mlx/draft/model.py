@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.rope = make_rope(config)
+        self._rotation = rotation_by(self.rope)
         self._causal = config.is_causal(index)
         self._window = config.sliding_window if config.layer_types[index] == SLIDING else None
         self._sight = Sight("causal" if self._causal else "full", self._window)
@@ -61,11 +62,11 @@ class Attention(nn.Module):
         self, position: int | mx.array, kernels: Kernels, *heads: tuple[mx.array, nn.RMSNorm]
     ) -> tuple[mx.array, ...]:
         """[1, S, heads, D] each, with their norms -> [1, heads, S, D], normed and turned to position.."""
-        rotation = rotation_by(self.rope) if kernels.wired else None
-        if rotation is None:
+        rotation = self._rotation
+        if rotation is None or not kernels.wired:
             return tuple(self.rope(norm(x).transpose(0, 2, 1, 3), offset=position) for x, norm in heads)
         (first, norm), (second, other) = heads if len(heads) == 2 else (heads[0], (None, None))
-        start = mx.array(position, mx.int32).reshape(1, 1)
+        start = position if isinstance(position, int) else position.reshape(1, 1)
         weights = (norm.weight, None if other is None else other.weight)
         return kernels.run(qk_norm_rope.OPERATION, first, second, *weights, start, rotation, norm.eps)
 
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         stored = self.q_norm.weight.dtype
         dtype = mx.float32 if stored == mx.float16 else stored  # of the activations, as `DraftModel.dtype`
         heads, sight = (self.n_heads, self.n_kv_heads), self._sight
-        dim, rotation = round(self.scale**-2), rotation_by(self.rope)
+        dim, rotation = round(self.scale**-2), self._rotation
         cases = sdpa_rows.cases_of(dtype, dim, *heads, mode=sight.mode, window=sight.window)
         if rotation is None or stored != dtype:
             return cases

@@ -40,7 +40,7 @@ class Chip:
 
     @property
     def threads(self) -> int:
-        """That a threadgroup of any pipeline may have here."""
+        """That a threadgroup of any pipeline may have here; every `Launch` stays at or below 448."""
         return 448 if self.generation in _SMALL_THREADGROUPS else 1024
 
     @property

@@ -28,6 +28,10 @@ class Kernels:
     def prepare(self, cases: Iterable[Case], progress: Callable[[str, float | None], None] | None = None) -> None:
         """Find out what may open for these cases, if that takes work."""
 
+    def serving(self, cases: Iterable[Case]) -> Kernels:
+        """What runs a pair that calls these cases: `STOCK` where none of them is open and asking would only cost."""
+        return self
+
     def notes(self, cases: Iterable[Case]) -> tuple[str, ...]:
         """What the user should know of how these cases run."""
         return ()

@@ -1,17 +1,15 @@
 """What may use its kernel on this machine: wishes, rules about chips, and verdicts of races.
 
 `load` has the cases of a pair raced (`Gate.prepare`), once per chip, system, MLX version and kernel; everything else
-only looks verdicts up. Where nothing may open, `select` gives kernels that are not wired in, and mlx_lm's modules run.
+only looks verdicts up. Where nothing opens for a pair (`Kernels.serving`), or nothing may open at all, no kernels are
+wired in: mlx_lm's modules run, and a cycle costs what it cost before there were kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,15 +19,14 @@ from dflash_mlx.demo import default_cache_dir
 from dflash_mlx.demo.lock import exclusive
 from dflash_mlx.kernels.chip import Chip, this_chip
 from dflash_mlx.kernels.choice import STOCK, Kernels
+from dflash_mlx.kernels.gated import Gated, Progress, Use
 from dflash_mlx.kernels.operation import Case, Operation
 from dflash_mlx.kernels.race import Verdict
-from dflash_mlx.kernels.race_file import Conditions, RaceFile
+from dflash_mlx.kernels.race_file import Conditions, RaceFile, digest
 from dflash_mlx.kernels.race_watch import Raced, race_all
 
 UNRACED = "not raced here yet, which dflash_mlx.load does"
-_RULES = 1  # of `numerics` and `race`; another number has everything raced again
 
-Progress = Callable[[str, float | None], None]
 Race = Callable[[Sequence[Case]], Generator[Raced]]
 
 
@@ -82,21 +79,6 @@ def _gate(chip: Chip, path: Path) -> Gate:
     return Gate(chip, RaceFile(path))
 
 
-@dataclass(frozen=True)
-class Use:
-    """What an operation runs on: `opened` of `cases` on its kernel; the first reason of the others."""
-
-    operation: str
-    opened: int
-    cases: int
-    reason: str | None
-
-    def __str__(self) -> str:
-        if not self.cases or self.opened == self.cases:
-            return self.operation
-        return f"{self.operation} ({f'{self.opened} of {self.cases} shapes; ' if self.opened else ''}{self.reason})"
-
-
 class Gate:
     """Looks verdicts up, and has them found.
 
@@ -135,13 +117,22 @@ class Gate:
 
     def closed(self, operation: Operation, case: Case, names: frozenset[str] | None) -> str | None:
         """Why this case of an operation is on stock, or None."""
-        rule = self.rule(operation, names) or self._too_new(operation, case)
+        return self._closed(operation, case, names, self._hung())
+
+    def _closed(
+        self, operation: Operation, case: Case, names: frozenset[str] | None, hung: Mapping[str, str | None]
+    ) -> str | None:
+        rule = self.rule(operation, names) or self.too_new(operation, case) or hung.get(operation.name)
         if rule is not None:
             return rule
         verdict = self.held.get(case)
         return UNRACED if verdict is None else verdict.reason
 
-    def _too_new(self, operation: Operation, case: Case) -> str | None:
+    def _hung(self) -> dict[str, str | None]:
+        """The operations that are closed at every size, since one of them took too long; with the reason."""
+        return {case.operation: verdict.reason for case, verdict in self.held.items() if verdict.scope == "kernel"}
+
+    def too_new(self, operation: Operation, case: Case) -> str | None:
         """Why a case is not for this chip, or None. An unknown chip is a new one."""
         newest, generation = operation.newest(case), self.chip.generation
         if newest is None or (generation is not None and generation <= newest):
@@ -189,15 +180,15 @@ class Gate:
                 kernels.views.clear()  # modules keep what was decided for them
 
     def _missing(self, cases: Iterable[Case], names: frozenset[str] | None) -> list[Case]:
-        known = ((self.operations.get(case.operation), case) for case in cases)
-        return [case for operation, case in known if operation and self.closed(operation, case, names) is UNRACED]
+        known, hung = ((self.operations.get(case.operation), case) for case in cases), self._hung()
+        return [one for operation, one in known if operation and self._closed(operation, one, names, hung) is UNRACED]
 
     def _raced(self, cases: list[Case], tell: Progress) -> None:
         tell(f"Racing kernels on this machine, once: {cases[0].operation}", 0.0)
         with contextlib.closing(self._race(cases)) as found:
             for done, raced in enumerate(found, 1):
                 self.held[raced.case] = raced.verdict
-                if raced.keep:
+                if raced.verdict.scope != "moment":
                     conditions = self.conditions(self.operations[raced.case.operation])
                     self.file.add({(conditions, raced.case): raced.verdict})
                 tell(f"Racing kernels on this machine, once: {raced.case.operation}", done / len(cases))
@@ -214,48 +205,12 @@ class Gate:
     def uses(self, cases: Iterable[Case], names: frozenset[str] | None = None) -> list[Use]:
         """What the operations of these cases run on; cases that are not for this chip are left out."""
         found: dict[str, Use] = {}
+        hung = self._hung()
         for case in dict.fromkeys(cases):
             operation = self.operations.get(case.operation)
-            if operation is not None and self._too_new(operation, case) is None:
-                reason = self.closed(operation, case, names)
+            if operation is not None and self.too_new(operation, case) is None:
+                reason = self._closed(operation, case, names, hung)
                 use = found.get(operation.name, Use(operation.name, 0, 0, None))
                 opened, reasons = use.opened + (reason is None), use.reason or reason
                 found[operation.name] = replace(use, opened=opened, cases=use.cases + 1, reason=reasons)
         return list(found.values())
-
-
-class Gated(Kernels):
-    """Kernels that run where the gate opens them. names: the only ones that may; None is all."""
-
-    def __init__(self, gate: Gate, names: frozenset[str] | None) -> None:
-        super().__init__(gate.chip.closed is None, lambda operation, case: gate.closed(operation, case, names))
-        self.gate, self.names = gate, names
-
-    def prepare(self, cases: Iterable[Case], progress: Progress | None = None) -> None:
-        self.gate.prepare(cases, self.names, progress)
-
-    def notes(self, cases: Iterable[Case]) -> tuple[str, ...]:
-        if self.gate.chip.closed is not None:
-            return () if self.names is None else (f"no kernel is used: {self.gate.chip.closed}",)
-        called = list(cases)
-        uses = {use.operation: use for use in self.gate.uses(called, self.names)}
-        if self.names is not None:  # of the others nobody asked anything
-            uses = {name: uses.get(name) or self._unused(name, called) for name in sorted(self.names)}
-        opened, stock = ([str(use) for use in uses.values() if bool(use.opened) is on] for on in (True, False))
-        parts = [f"{kind}: {', '.join(texts)}" for kind, texts in (("kernels", opened), ("stock", stock)) if texts]
-        return (*(["; ".join(parts)] if parts else []), *filter(None, [self.gate.file.note]))
-
-    def _unused(self, name: str, cases: Sequence[Case]) -> Use:
-        case = next((case for case in cases if case.operation == name), None)
-        operation = self.gate.operations.get(name)
-        closed = None if case is None or operation is None else self.gate.closed(operation, case, self.names)
-        return Use(name, 0, 1, closed or "this pair does not call it")
-
-
-@cache
-def digest(operation: Operation) -> str:
-    """Of everything that a verdict is about: the kernels' text, and the file that launches and races them."""
-    text = [repr((_RULES, operation.kernels))]
-    with contextlib.suppress(OSError, TypeError, KeyError):  # its Python is not there as text
-        text.append(inspect.getsource(sys.modules[operation.launch.__module__]))
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

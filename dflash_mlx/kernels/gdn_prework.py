@@ -27,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner, name_of
 from dflash_mlx.metal import source
 
 DK = 128
@@ -127,7 +127,7 @@ def case(*arguments: mx.array, key_heads: int, key_size: int) -> Case:
 
 def case_of(dtype: mx.Dtype, key_heads: int, value_heads: int, value_size: int, width: int, key_size: int = DK) -> Case:
     sizes = (("Hk", key_heads), ("Hv", value_heads), ("Dv", value_size), ("W", width), ("Dk", key_size))
-    return Case("gdn_prework", str(dtype).removeprefix("mlx.core."), sizes)
+    return Case("gdn_prework", name_of(dtype), sizes)
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner, name_of
 from dflash_mlx.metal import source
 
 DK = 128
@@ -146,7 +146,7 @@ def case(*arguments: mx.array) -> Case:
 
 def case_of(dtype: mx.Dtype, key_heads: int, value_heads: int, value_size: int, key_size: int = DK) -> Case:
     sizes = (("Hk", key_heads), ("Hv", value_heads), ("Dv", value_size), ("Dk", key_size))
-    return Case("gdn_verify", str(dtype).removeprefix("mlx.core."), sizes)
+    return Case("gdn_verify", name_of(dtype), sizes)
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner, name_of
 from dflash_mlx.metal import source
 
 _LISTS = (1, 4, 8, 16)  # lengths that kernels are compiled for
@@ -265,7 +265,7 @@ def case(
         "lse": int(lse),
         "rows": CLASSES.of(len(hidden)),
     }
-    return Case("lm_head_topk", str(hidden.dtype).removeprefix("mlx.core."), tuple(sizes.items()))
+    return Case("lm_head_topk", name_of(hidden.dtype), tuple(sizes.items()))
 
 
 def widths(case: Case) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+WIDEST = 17  # rows of a block that a target is given; what is wider is a prompt
 Arrays = tuple[mx.array, ...]
 Size = tuple[int, int, int]
 
@@ -98,6 +99,11 @@ class Case:
     operation: str
     dtype: str  # "float16", "bfloat16", "float32"
     sizes: tuple[tuple[str, int], ...]
+
+
+def name_of(dtype: mx.Dtype) -> str:
+    """As a case has it: "bfloat16"."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
 | queries [B, L, Hq, D]  | projected rows, any strides |
 | keys [B, L, Hkv, D]    | likewise, or None: then one result, and `queries` may be whatever is to be rotated |
 | query_norm, key_norm   | [D] RMS norm weights, or None for heads that are not normed (both, or neither) |
-| positions [B, L]       | int32, absolute, any order; or [B, 1], of the first row, which the others follow |
+| positions [B, L]       | int32, absolute, any order; [B, 1] or an int: of the first row, which the others follow |
 | rotation, eps          | `Rotation`, and the norm's epsilon |
 
 Results [B, heads, L, D]. The kernel takes float16, bfloat16 and float32 (all arrays of one type), L <= 32, D % 4 == 0,
@@ -19,10 +19,11 @@ follow each other.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner, name_of
 from dflash_mlx.kernels.rotation import Rotation
 from dflash_mlx.metal import source
 
@@ -77,7 +78,7 @@ def reference(
     keys: mx.array | None,
     query_norm: mx.array | None,
     key_norm: mx.array | None,
-    positions: mx.array,
+    positions: mx.array | int,
     rotation: Rotation,
     eps: float,
 ) -> Arrays:
@@ -85,6 +86,8 @@ def reference(
         if norm is not None:
             heads = mx.fast.rms_norm(heads, norm, eps)
         batch, rows, count, dim = heads.shape
+        if isinstance(positions, int):
+            return rotation(heads.transpose(0, 2, 1, 3), positions)
         if positions.shape[1] == 1:
             return rotation(heads.transpose(0, 2, 1, 3), positions[:, 0])
         single = heads.reshape(batch * rows, count, 1, dim)  # every row a batch entry, which has an offset of its own
@@ -100,7 +103,7 @@ def why_not(
     keys: mx.array | None,
     query_norm: mx.array | None,
     key_norm: mx.array | None,
-    positions: mx.array,
+    positions: mx.array | int,
     rotation: Rotation,
     eps: float,
 ) -> str | None:
@@ -116,7 +119,9 @@ def why_not(
     arrays = [a for a in (keys, query_norm, key_norm) if a is not None]
     if queries.dtype not in (mx.float16, mx.bfloat16, mx.float32) or any(a.dtype != queries.dtype for a in arrays):
         return f"heads and norms of {', '.join(str(a.dtype) for a in (queries, *arrays))}"
-    return None if positions.dtype == mx.int32 else f"positions of {positions.dtype}"
+    if isinstance(positions, int) or positions.dtype == mx.int32:
+        return None
+    return f"positions of {positions.dtype}"
 
 
 def launch(
@@ -125,11 +130,13 @@ def launch(
     keys: mx.array | None,
     query_norm: mx.array | None,
     key_norm: mx.array | None,
-    positions: mx.array,
+    positions: mx.array | int,
     rotation: Rotation,
     eps: float,
 ) -> Arrays:
     batch, rows, _, dim = queries.shape
+    if isinstance(positions, int):
+        positions = mx.full((batch, 1), positions, mx.int32)
     base = 0.0 if rotation.base is None else math.log2(rotation.base)
     constants = mx.array([eps, rotation.mscale, rotation.scale, base], mx.float32)
     freqs = constants if rotation.freqs is None else rotation.freqs  # a buffer has to be there; it is not read
@@ -158,7 +165,7 @@ def case(
     keys: mx.array | None,
     query_norm: mx.array | None,
     key_norm: mx.array | None,
-    positions: mx.array,
+    positions: mx.array | int,
     rotation: Rotation,
     eps: float,
 ) -> Case:
@@ -167,15 +174,20 @@ def case(
 
 
 def case_of(dtype: mx.Dtype, heads: int, kv_heads: int, dim: int, rotation: Rotation, normed: bool) -> Case:
+    return _case(dtype, heads, kv_heads, dim, rotation.dims, normed, rotation.freqs is not None)
+
+
+@lru_cache
+def _case(dtype: mx.Dtype, heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, table: bool) -> Case:
     sizes = {
         "heads": heads,
         "kv_heads": kv_heads,
         "dim": dim,
-        "rotary": rotation.dims,
+        "rotary": rotary,
         "normed": int(normed),
-        "table": int(rotation.freqs is not None),
+        "table": int(table),
     }
-    return Case("qk_norm_rope", str(dtype).removeprefix("mlx.core."), tuple(sizes.items()))
+    return Case("qk_norm_rope", name_of(dtype), tuple(sizes.items()))
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
@@ -234,7 +246,7 @@ def floor(
     keys: mx.array | None,
     query_norm: mx.array | None,
     key_norm: mx.array | None,
-    positions: mx.array,
+    positions: mx.array | int,
     rotation: Rotation,
     eps: float,
 ) -> dict[str, int]:

@@ -24,7 +24,7 @@ from math import gcd
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Rows, Runner, name_of
 from dflash_mlx.metal import source
 
 ROWS = 16
@@ -150,7 +150,7 @@ def case(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, gr
 @lru_cache
 def _case(n: int, k: int, dtype: mx.Dtype, group_size: int, bits: int, rows: int) -> Case:
     sizes = (("n", n), ("k", k), ("group_size", group_size), ("bits", bits), ("rows", rows))
-    return Case("qmm_small_m", str(dtype).removeprefix("mlx.core."), sizes)
+    return Case("qmm_small_m", name_of(dtype), sizes)
 
 
 def races_of(weight: mx.array, dtype: mx.Dtype, group_size: int, bits: int) -> list[Case]:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 
@@ -24,15 +25,26 @@ _COPIES = 3
 _MOST_COPIES = 24
 _CACHE_BYTES = 256 * 2**20  # more than the system cache of any chip (M3 Ultra: 96 MB)
 
+# What MLX, Metal and C++ say where memory is missing at the moment.
+_NO_MEMORY = ("unable to allocate", "insufficient memory", "out of memory", "outofmemory", "bad_alloc")
+
 Compute = Callable[[Call], Arrays]
+Scope = Literal["shape", "kernel", "moment"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """reason: why the kernel is closed, None if it is open. speedups: over stock, by number of rows."""
+    """What a race found.
+
+    reason:   why the kernel is closed, None if it is open.
+    speedups: over stock, by number of rows.
+    scope:    of the reason. "shape": this case. "kernel": every case, for one that hangs is not tried at another size.
+              "moment": nothing about the kernel (no memory was left), so it is not remembered.
+    """
 
     reason: str | None
     speedups: tuple[tuple[int, float], ...] = ()
+    scope: Scope = "shape"
 
 
 def judge(
@@ -45,14 +57,21 @@ def judge(
             return Verdict(f"numerics: {wrong}")
         return _race(operation, case, run, guard, clock)
     except Exception as error:
-        return Verdict(_failure(error))
+        return _failure(error)
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: Exception) -> Verdict:
     text = str(error).strip().partition("\n")[0][:200]
+    if isinstance(error, MemoryError) or says_no_memory(text):
+        return Verdict(f"there was no memory to race it ({type(error).__name__}: {text})", scope="moment")
     if isinstance(error, ValueError) and "threadgroup" in text.lower():
-        return f"this chip takes no threadgroup of that size ({text})"
-    return f"it failed here ({type(error).__name__}: {text})"
+        return Verdict(f"this chip takes no threadgroup of that size ({text})")
+    return Verdict(f"it failed here ({type(error).__name__}: {text})")
+
+
+def says_no_memory(text: str) -> bool:
+    """Whether an error is about memory that others have at the moment."""
+    return any(words in text.lower() for words in _NO_MEMORY)
 
 
 def _race(operation: Operation, case: Case, run: Runner, guard: Guard, clock: Callable[[], float]) -> Verdict:
@@ -64,7 +83,8 @@ def _race(operation: Operation, case: Case, run: Runner, guard: Guard, clock: Ca
         launched(operation, calls[0], run, guard)
         took = clock() - started
         if took > LAUNCH_S:
-            return Verdict(f"a launch took {took:.1f} s, and more than {LAUNCH_S:.0f} s may freeze the screen")
+            text = f"a launch took {took:.1f} s, and more than {LAUNCH_S:.0f} s may freeze the screen"
+            return Verdict(text, scope="kernel")
         speedups.append((rows, _speedup(operation, calls, run, guard, clock)))
     slow = next(((rows, speedup) for rows, speedup in speedups if not speedup >= MARGIN), None)
     if slow is None:

@@ -12,10 +12,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 from dflash_mlx.kernels.operation import Case, Operation, Runner, on_metal
-from dflash_mlx.kernels.race import Verdict, judge
+from dflash_mlx.kernels.race import Scope, Verdict, judge
 
 
 def plain_case(case: Case) -> list[Any]:
@@ -31,15 +31,18 @@ def case_of(plain: Sequence[Any]) -> Case:
 
 
 def plain_verdict(verdict: Verdict) -> dict[str, Any]:
-    return {"reason": verdict.reason, "speedups": {str(rows): speedup for rows, speedup in verdict.speedups}}
+    speedups = {str(rows): speedup for rows, speedup in verdict.speedups}
+    return {"reason": verdict.reason, "speedups": speedups, "scope": verdict.scope}
 
 
 def verdict_of(plain: dict[str, Any]) -> Verdict:
     """Raises ValueError, TypeError, KeyError, AttributeError: it is not what `plain_verdict` makes."""
-    reason, speedups = plain["reason"], plain["speedups"]
+    reason, speedups, scope = plain["reason"], plain["speedups"], plain["scope"]
     if reason is not None and not isinstance(reason, str):
         raise TypeError(f"a reason is a text or null, got {reason!r}")
-    return Verdict(reason, tuple((int(rows), float(speedup)) for rows, speedup in speedups.items()))
+    if scope not in get_args(Scope):
+        raise ValueError(f"a scope is one of {', '.join(get_args(Scope))}, got {scope!r}")
+    return Verdict(reason, tuple((int(rows), float(speedup)) for rows, speedup in speedups.items()), scope)
 
 
 def judge_all(

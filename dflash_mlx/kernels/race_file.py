@@ -6,18 +6,24 @@ read counts as empty, one that cannot be written leaves the verdicts in memory, 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.files import whole_file
-from dflash_mlx.kernels.operation import Case
+from dflash_mlx.kernels.operation import Case, Operation
 from dflash_mlx.kernels.race import Verdict
 from dflash_mlx.kernels.race_child import case_of, plain_case, plain_verdict, verdict_of
 
 FORMAT = 1
+_RULES = 1  # of `numerics` and `race`; another number has everything raced again
 _MOST = 2000  # the newest ones; a model has a few tens
 
 
@@ -29,6 +35,15 @@ class Conditions:
     system: str
     mlx: str
     source: str
+
+
+@cache
+def digest(operation: Operation) -> str:
+    """Of everything that a verdict is about: the kernels' text, and the file that launches and races them."""
+    text = [repr((_RULES, operation.kernels))]
+    with contextlib.suppress(OSError, TypeError, KeyError):  # its Python is not there as text
+        text.append(inspect.getsource(sys.modules[operation.launch.__module__]))
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
 Verdicts = dict[tuple[Conditions, Case], Verdict]

@@ -27,18 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner
+from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel, Operation, Runner, name_of
 from dflash_mlx.metal import source
 
 MODES = ("full", "causal", "tree")
 ROWS = 32
 HEAD_DIMS = (64, 128, 256)
-CAPACITIES = (1024, 4096, 16384)  # classes that a layer asks races for
+CAPACITIES = (1024, 4096, 16384)  # classes of capacity; a race at more would take gigabytes
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _LANES, _SIMDGROUPS = 32, 8  # of a threadgroup at most
 _STAGED = 16384  # bytes of queries that a threadgroup keeps at most: half of what every chip gives it
@@ -326,13 +327,14 @@ def case(
     sight: Sight = CAUSAL,
     joined: Joined | None = None,
 ) -> Case:
-    """One race per class of capacity, 1024, 4096 and so on: short contexts gain nothing."""
+    """One race per class of capacity: short contexts gain nothing. See `case_of`."""
     rows = 0 if segment is None else segment.keys.shape[2]
     return case_of(
         queries.dtype, queries.shape[3], queries.shape[1], keys.shape[1], rows, mode=sight.mode, window=sight.window
     )
 
 
+@lru_cache
 def case_of(
     dtype: mx.Dtype,
     head_dim: int,
@@ -343,15 +345,17 @@ def case_of(
     mode: str = "causal",
     window: int | None = None,
 ) -> Case:
-    """The race for a module's sizes, at a capacity of the segment in rows."""
-    rows = 1024
-    while rows < capacity:
-        rows *= 4
+    """The race for a module's sizes, at a capacity of the segment in rows.
+
+    More rows than the largest class has count as it: from there on both sides' time is that of reading the rows.
+    """
+    classes = _capacities(window)
+    rows = next((most for most in classes if capacity <= most), classes[-1])
     sizes = (
         *(("head_dim", head_dim), ("heads", heads), ("kv_heads", kv_heads), ("capacity", rows)),
         *(("mode", MODES.index(mode)), ("window", window or 0)),
     )
-    return Case("sdpa_rows", str(dtype).removeprefix("mlx.core."), sizes)
+    return Case("sdpa_rows", name_of(dtype), sizes)
 
 
 def cases_of(
@@ -360,8 +364,14 @@ def cases_of(
     """The races of a layer, one per class of capacity; a window keeps a segment short."""
     if head_dim not in HEAD_DIMS or dtype not in _DTYPES or heads % kv_heads:
         return []
-    capacities = [rows for rows in CAPACITIES if window is None or rows < 4 * (window + _WIDTH)]
-    return [case_of(dtype, head_dim, heads, kv_heads, rows, mode=mode, window=window) for rows in capacities]
+    sizes = (dtype, head_dim, heads, kv_heads)
+    return [case_of(*sizes, rows, mode=mode, window=window) for rows in _capacities(window)]
+
+
+@lru_cache
+def _capacities(window: int | None) -> tuple[int, ...]:
+    """The classes that are raced; a window keeps a segment short."""
+    return tuple(rows for rows in CAPACITIES if window is None or rows < 4 * (window + _WIDTH))
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:

@@ -118,12 +118,11 @@ class _Copy:
         return type(value)(self._of(item) for item in value)
 
 
-def survey(view: nn.Module, draft: nn.Module | None = None) -> list[Case]:
-    """The cases that the parts of a pair want raced, each once: of modules that have a method `cases`."""
+def survey(part: nn.Module) -> list[Case]:
+    """The cases that the modules below want raced, each once: of those that have a method `cases`."""
     found: dict[Case, None] = {}
-    for part in (view, draft):
-        for module in part.modules() if part is not None else ():
-            cases = getattr(type(module), "cases", None)
-            if cases is not None:
-                found.update(dict.fromkeys(cases(module)))
+    for module in part.modules():
+        cases = getattr(type(module), "cases", None)
+        if cases is not None:
+            found.update(dict.fromkeys(cases(module)))
     return list(found)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import mlx.nn as nn
-
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.kernels import accept
 from dflash_mlx.kernels.choice import Kernels
+from dflash_mlx.kernels.modules.linear import RowsEmbedding
 from dflash_mlx.kernels.operation import Case
-from dflash_mlx.kernels.view import survey, view_of
+from dflash_mlx.kernels.view import survey
 from dflash_mlx.proposers.head import head_cases
-from dflash_mlx.targets import target_for
+from dflash_mlx.targets import Target
 
 
-def cases_of_pair(model: nn.Module, draft: DraftModel, kernels: Kernels) -> list[Case]:
-    """Of the modules of both, of the draft's head and of acceptance; none where no kernels are wired in.
+def cases_of_pair(target: Target, draft: DraftModel, kernels: Kernels) -> list[Case]:
+    """Of what blocks go through: the modules of both, heads, and acceptance; none where no kernels are wired in.
 
-    Raises:
-        UnsupportedTarget: nothing serves the model.
+    Args:
+        target: made with these kernels.
     """
     if not kernels.wired:
         return []
-    head = head_cases(draft, target_for(model, kernels), kernels)
-    return [*survey(view_of(model, kernels), draft), *head, accept.CASE]
+    tied = target.head_module
+    found = [*survey(target.text), *survey(draft), *(tied.head_cases() if type(tied) is RowsEmbedding else ())]
+    return list(dict.fromkeys([*found, *head_cases(draft, target, kernels), accept.CASE]))

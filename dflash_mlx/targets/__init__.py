@@ -52,6 +52,7 @@ class Target(Protocol):
     """What the decode loop and the draft need of a model."""
 
     model: nn.Module
+    text: nn.Module  # the language model whose modules run: the model's, or a view's
     spec: TargetSpec
 
     def embed(self, ids: mx.array) -> mx.array:

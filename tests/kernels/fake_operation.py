@@ -19,7 +19,7 @@ from dflash_mlx.kernels.operation import Arrays, Call, Case, Launch, MetalKernel
 from dflash_mlx.kernels.race import Verdict, judge
 from dflash_mlx.kernels.race_child import judge_all
 from dflash_mlx.kernels.race_file import RaceFile
-from dflash_mlx.kernels.race_watch import Raced, race_all
+from dflash_mlx.kernels.race_watch import Ending, Raced, race_all
 
 M4 = Chip("Apple M4", "applegpu_g16g", "macOS 26.1")
 M5 = Chip("Apple M5", "applegpu_g17g", "macOS 26.1")
@@ -113,7 +113,7 @@ class FakeChild:
     """A child that says these lines; None is a time in which it says nothing, "" its end."""
 
     lines: list[str | None]
-    ended: str = "was ended by signal 11"
+    ended: Ending = field(default_factory=lambda: Ending(-11))
     killed: int = 0
     waited: list[float] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class FakeChild:
         self.waited.append(timeout_s)
         return self.lines.pop(0)
 
-    def end(self) -> str:
+    def end(self) -> Ending:
         self.killed += 1
         return self.ended
 
@@ -129,7 +129,7 @@ class FakeChild:
 def said(double: Double, cases: Sequence[Case]) -> list[str | None]:
     """What a child that judges them says."""
     lines: list[str | None] = []
-    operations = {"double": double.operation}
+    operations = dict.fromkeys([case.operation for case in cases], double.operation)
     judge_all(cases, operations, lambda message: lines.append(json.dumps(message)), double.run, double.clock)
     return lines
 

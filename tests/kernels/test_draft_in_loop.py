@@ -152,4 +152,4 @@ def test_everything_that_is_asked_for_was_raced(parts: dict[str, Any], tokenizer
     list(stream("llama", tokenizer, draft_model=draft, kernels=kernels, max_tokens=30, block_size=6))
     asked = set(kernels.reasons)
     assert {"qk_norm_rope", "lm_head_topk", "accept"} <= {case.operation for case in asked}
-    assert asked <= set(cases_of_pair(model, draft, kernels))
+    assert asked <= set(cases_of_pair(target_for(model, kernels), draft, kernels))

@@ -133,12 +133,33 @@ def test_what_another_process_found_meanwhile_is_not_raced_again(path: Path) -> 
 
 def test_a_verdict_about_the_system_is_not_remembered(path: Path) -> None:
     def race(cases: Sequence[Case]) -> Iterator[Raced]:
-        yield Raced(cases[0], Verdict("it could not be raced here"), keep=False)
+        yield Raced(cases[0], Verdict("it could not be raced here", scope="moment"))
 
     gate = Double().gate(path, race=race)
     gate.prepare([CASE])
     assert _closed(gate) == "it could not be raced here"
+    gate.prepare([CASE])  # in this process it is not tried again
     assert _closed(Double().gate(path)) == UNRACED
+
+
+def test_a_kernel_that_hung_at_one_size_is_closed_at_every_size_and_not_tried_again(path: Path) -> None:
+    """Every size of it may freeze the screen, those included that won before."""
+    wide, third = replace(CASE, sizes=(("width", 64),)), replace(CASE, sizes=(("width", 96),))
+    hung = "its work took more than 1 s"
+
+    def race(cases: Sequence[Case]) -> Iterator[Raced]:
+        assert list(cases) == [wide, third]
+        yield Raced(wide, Verdict(hung, scope="kernel"))
+
+    Double().gate(path).prepare([CASE])
+    gate = Double().gate(path, race=race)
+    gate.prepare([CASE, wide, third])
+    double, other = Double().operation, replace(Double().operation, name="other")
+    for known in (gate, Double().gate(path, race=_never, operations={"double": double, "other": other})):
+        known.prepare([CASE, wide, third])
+        assert {known.closed(double, case, None) for case in (CASE, wide, third)} == {hung}
+        assert known.kernels_for(None).notes([CASE, third]) == (f"stock: double ({hung})",)
+        assert known.closed(other, replace(CASE, operation="other"), None) == UNRACED
 
 
 def test_what_was_found_before_an_interrupt_is_kept(path: Path) -> None:

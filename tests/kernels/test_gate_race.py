@@ -54,6 +54,7 @@ def test_a_launch_of_more_than_a_second_closes_the_kernel_however_slow_stock_is(
     """A launch that long freezes the screen of the whole machine."""
     reason = Double(stock_s=lambda rows: 9.0, kernel_s=lambda rows: 1.2).judged().reason
     assert reason is not None and reason.startswith("a launch took 1.2 s")
+    assert Double(kernel_s=lambda rows: 1.2).judged().scope == "kernel"
 
 
 def test_a_kernel_that_gives_other_bits_again_stays_closed() -> None:
@@ -122,6 +123,25 @@ def test_a_kernel_that_does_not_compile_is_closed_and_load_goes_on() -> None:
 
     reason = judge(Double().operation, CASE, fails, unwatched, Clock()).reason
     assert reason == "it failed here (RuntimeError: [metal::Device] Unable to build metal library from source)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[malloc] Unable to allocate 4294967296 bytes."),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU...)"),
+        MemoryError("std::bad_alloc"),
+    ],
+    ids=["malloc", "metal", "c++"],
+)
+def test_a_lack_of_memory_is_no_verdict_about_the_kernel(error: Exception) -> None:
+    """The model may take most of it; remembered, the kernel would be lost for good."""
+
+    def fails(kernel: MetalKernel, launch: Launch) -> list[mx.array]:
+        raise error
+
+    verdict = judge(Double().operation, CASE, fails, unwatched, Clock())
+    assert verdict.scope == "moment" and str(error) in (verdict.reason or "")
 
 
 def test_every_step_of_a_chain_waits_for_the_one_before_it() -> None:

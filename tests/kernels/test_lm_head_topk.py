@@ -136,6 +136,18 @@ def test_of_equal_logits_the_lowest_ids_are_chosen(dtype: str, bits: int):
         )
 
 
+@pytest.mark.parametrize("order", ["ascending", "descending", "last place"])
+@pytest.mark.parametrize("k", [1, 4, 8, 16])
+def test_lists_fill_up_whatever_order_the_logits_come_in(k: int, order: str):
+    """Each better than all before it, the last token best; each worse; or each only better than the list's last."""
+    ids = mx.arange(60)  # of one tile, not full
+    logits = {"ascending": ids, "descending": -ids, "last place": mx.where(ids < k - 1, 1000 - ids, ids)}[order]
+    for rows in (2, 9):
+        weight = mx.zeros((60, 32)).at[:, 0].add(logits)
+        call = Call((mx.ones((rows, 32)), Head(weight), k))
+        check(OPERATION, call, best(logits_of(call), k), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("hard", [False, True], ids=["random", "hard"])

@@ -14,10 +14,9 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.kernels.choice import Kernels
-from dflash_mlx.kernels.operation import Case
+from dflash_mlx.kernels.operation import WIDEST, Case
 from dflash_mlx.kernels.sdpa_rows import OPERATION, Segment, Sight, cases_of
 
-WIDEST = 17  # rows of a block; what is wider is a prompt
 _SEPARATE = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
 _GATED = (qwen3_next.Qwen3NextAttention,)  # Qwen3.5's too
 _EVERYTHING, _CAUSAL = Sight("full"), Sight("causal")

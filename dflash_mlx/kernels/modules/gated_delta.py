@@ -18,12 +18,11 @@ from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from dflash_mlx.kernels import gdn_prework, gdn_verify
 from dflash_mlx.kernels.choice import Kernels
-from dflash_mlx.kernels.operation import Arrays, Case, Runner
+from dflash_mlx.kernels.operation import WIDEST, Arrays, Case, Runner
 
 if TYPE_CHECKING:
     from dflash_mlx.layer_state import RecurrentState
 
-WIDEST = 17  # rows of a block; what is wider is a prompt
 Projections = tuple[mx.array, mx.array, mx.array, mx.array]  # qkv [B, T, C], z [B, T, Hv, Dv], a, b [B, T, Hv]
 
 

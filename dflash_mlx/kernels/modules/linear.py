@@ -70,13 +70,16 @@ class _Rows(nn.Module):
             opened = self._open[rows] = self._kernels.closed(OPERATION, x, *weights) is None
         return OPERATION.launch(self._kernels.runner, x, *weights)[0] if opened else None
 
-    def cases(self) -> list[Case]:
-        """The races that this module's blocks are for."""
+    def _races(self) -> list[Case]:
         return races_of(self["weight"], self["scales"].dtype, self.group_size, self.bits)
 
 
 class RowsLinear(_Rows, nn.QuantizedLinear):
     """An nn.QuantizedLinear; its parameters are the original's arrays."""
+
+    def cases(self) -> list[Case]:
+        """The races that this module's blocks are for."""
+        return self._races()
 
     def __call__(self, x: mx.array) -> mx.array:
         out = self._product(x)
@@ -86,7 +89,11 @@ class RowsLinear(_Rows, nn.QuantizedLinear):
 
 
 class RowsEmbedding(_Rows, nn.QuantizedEmbedding):
-    """An nn.QuantizedEmbedding that is a head as well; looking up is MLX's."""
+    """An nn.QuantizedEmbedding, which may be a head as well; looking up is MLX's."""
+
+    def head_cases(self) -> list[Case]:
+        """The races that its blocks are for, where it is a head."""
+        return self._races()
 
     def as_linear(self, x: mx.array) -> mx.array:
         out = self._product(x)
