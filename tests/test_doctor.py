@@ -12,6 +12,8 @@ import pytest
 from dflash_mlx import blas, cpu
 from dflash_mlx.__main__ import main
 from dflash_mlx.doctor_command import examine, lines
+from dflash_mlx.kernels.race import Verdict
+from dflash_mlx.kernels.race_watch import Raced
 from tests.kernels.fake_operation import CASE, M5, Double
 
 README = (Path(__file__).parent.parent / "dflash_mlx" / "README.md").read_text()
@@ -76,6 +78,28 @@ def test_every_operation_says_what_it_uses_and_why(tmp_path: Path) -> None:
     Double(kernel_s=lambda rows: 1e-3).gate(path).prepare([narrow])
     operation, shown = _operation(path, Double())
     assert "kernel (1 of 2 raced shapes)" in shown and "1.00 times as fast as stock at 8 rows, below 1.15" in shown
+
+
+def test_a_kernel_that_hung_once_is_on_stock_with_all_its_shapes(tmp_path: Path) -> None:
+    """Those that won are not what runs."""
+    path = tmp_path / "kernels.json"
+    Double().gate(path).prepare([CASE])
+    wide = replace(CASE, sizes=(("width", 64),))
+    hung = Verdict("its work took more than 1 s", scope="kernel")
+    Double().gate(path, race=lambda cases: (Raced(case, hung) for case in cases)).prepare([wide])
+    operation, shown = _operation(path, Double())
+    assert (operation["uses"], operation["reason"]) == ("stock", hung.reason)
+    assert "kernel (" not in shown and {race["reason"] for race in operation["races"]} == {hung.reason}
+
+
+def test_shapes_that_are_not_for_this_chip_are_left_out(tmp_path: Path) -> None:
+    """As in the notes: they were raced by an older version, and no request uses what they won."""
+    path = tmp_path / "kernels.json"
+    Double().gate(path).prepare([CASE])
+    newer = {"double": replace(Double().operation, newest=lambda case: 14)}
+    operation, shown = _operation(path, Double(), operations=newer)
+    assert operation["uses"] == "stock" and operation["races"] == []
+    assert "not raced here yet: `generate` and `chat` do it" in shown
 
 
 def test_rules_are_said_before_races(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import mlx.core as mx
 import pytest
 
-from bench import kernels
+from bench import kernels, overhead
 from dflash_mlx.kernels.registry import OPERATIONS
 from tests.kernels.checks import SLACK, simulator
 
@@ -72,6 +72,24 @@ def test_a_wrong_kernel_fails_the_bench(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "_simulator", lambda: kernels.on_metal)  # which is not called
     assert kernels.main(["accept", "accept"]) == 1
     assert capsys.readouterr().out.count("it is wrong") == 2, "one line per width"
+
+
+def test_a_kernel_is_named_before_it_runs(monkeypatch, capsys):
+    """Nothing here ends one that hangs: who interrupts it has to know which it was."""
+
+    def measure(operation):
+        assert capsys.readouterr().err == f"{operation.name} ...\n"
+        return []
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    assert kernels.main(["accept", "sdpa_rows"]) == 0
+
+
+def test_a_bench_of_no_rounds_is_refused(capsys):
+    """It would warm up for a minute, and then have no medians."""
+    with pytest.raises(SystemExit, match="2"):
+        overhead.main(["--rounds", "0"])
+    assert "--rounds has to be 1 or more, got 0" in capsys.readouterr().err
 
 
 def test_a_kernel_that_does_not_compile_does_not_hide_the_others(monkeypatch, capsys):

@@ -110,6 +110,23 @@ def test_positions_on_the_device_are_the_same_as_on_the_host():
         assert np.allclose(np.array(host[0]), np.array(attention.keys_values(x, 13)[0]), atol=1e-5)
 
 
+def test_what_only_the_kernel_needs_is_not_made_for_every_call(monkeypatch: pytest.MonkeyPatch):
+    """A pair that runs one kernel would pay for the closed ones, per layer and cycle."""
+
+    class Asked(Kernels):
+        def run(self, operation: Operation, *arguments: Any, **options: Any) -> Any:
+            asked.append(arguments)
+            return super().run(operation, *arguments, **options)
+
+    asked: list[tuple[Any, ...]] = []
+    attention = special_draft({}, rope_scaling=YARN).layers[0].self_attn
+    monkeypatch.setattr("dflash_mlx.draft.model.rotation_by", lambda rope: pytest.fail("made again"))
+    for _ in range(2):
+        attention.keys_values(mx.ones((1, 5, 64)), 13, Asked(True, lambda operation, case: "closed"))
+    (*_, first, rotation, _), (*_, second, again, _) = (call for call in asked if len(call) == 7)
+    assert first == second == 13 and type(first) is int and rotation is again
+
+
 def test_the_selector_has_the_same_candidates():
     """Another candidate, and the walk would leave the path that the draft was trained for."""
     draft = special_draft(DFLASH2)

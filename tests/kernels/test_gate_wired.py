@@ -122,6 +122,24 @@ def test_load_races_what_the_pair_needs_and_a_request_only_looks_it_up(
     assert racing.cases == [CASE], "a second load raced again"
 
 
+def test_a_machine_on_which_every_race_was_lost_runs_mlx_lms_modules(
+    racing: Racing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking closed kernels cost 52 us per layer of a draft and cycle, for nothing; and the note still says why."""
+    model, options = tiny("llama"), Options(mode="dflash")
+    walks = list[object]()
+    monkeypatch.setattr(view, "_below", lambda model: walks.append(model) or iter(()))
+    for verdict, wired in ((Verdict("1.02 times as fast"), False), (Verdict(None), True)):
+        racing.gate.held[CASE] = verdict
+        walks.clear()
+        request = plan(model, DRAFT, options)
+        assert walks == [model], "the model is walked once"
+        assert request.kernels.wired == wired and (request.kernels is STOCK) != wired
+        assert (request.target.embedding is model.model.embed_tokens) != wired and request.target.model is model
+        note = "kernels: double" if wired else "stock: double (1.02 times as fast)"
+        assert note in request.notes
+
+
 @pytest.mark.parametrize("arguments", [dict(kernels="off"), dict(draft=None), dict(kernels="accept")])
 def test_load_races_nothing_that_will_not_run(arguments: dict, pair: tuple[str, str], racing: Racing) -> None:
     """Off, plain decoding, or another kernel than the modules'."""
@@ -145,6 +163,10 @@ def test_the_commands_read_the_environment_and_the_library_does_not(
         assert parser.parse_args([]).kernels == "off"
         assert parser.parse_args(["--kernels", "accept"]).kernels == "accept"
     assert load_options(generate_parser().parse_args([]))["kernels"] == "off"
+    for empty in (["--kernels", ""], []):
+        monkeypatch.setenv("DFLASH_KERNELS", "off" if empty else "")
+        assert generate_parser().parse_args(empty).kernels == doctor_parser().parse_args(empty).kernels == "auto"
+    monkeypatch.setenv("DFLASH_KERNELS", "off")
     command = ["--model", pair[0], "--draft", pair[1], "--blas", "off", "--mode", "dflash", "--prompt", "hi", "--json"]
     assert generate_main([*command, "--max-tokens", "3"]) == 0
     assert racing.cases == [] and "stock" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -121,6 +122,20 @@ def test_rows_count_from_the_position_of_the_first(rows: int):
     each = mx.array([[11], [5]], mx.int32) + mx.arange(rows, dtype=mx.int32)
     for got, want in zip(OPERATION.launch(runner(), *at(call, each).arguments), outputs, strict=True):
         same_bits(got, want, "positions of every row")
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_position_that_the_host_knows_needs_no_array(rows: int):
+    """The draft's layers ask in every cycle; where the kernel is closed an array for it would be made for nothing."""
+    call = call_of((2, 1, 64, 64, 1, 0), rows, "float32")
+    here = Call((*call.arguments[:4], 11, *call.arguments[5:]))
+    there = at(call, mx.array([[11]], mx.int32))
+    assert OPERATION.why_not(*here.arguments) is None and OPERATION.case(*here.arguments) == OPERATION.case(
+        *there.arguments
+    )
+    for compute in (OPERATION.reference, partial(OPERATION.launch, runner())):
+        for got, want in zip(compute(*here.arguments), compute(*there.arguments), strict=True):
+            same_bits(got, want, "position 11")
 
 
 def test_slices_of_a_wider_projection_are_read_where_they_are():

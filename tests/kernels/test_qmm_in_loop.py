@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -17,9 +18,12 @@ from dflash_mlx.cache import TargetCache
 from dflash_mlx.decode import Session, decode
 from dflash_mlx.kernels.choice import STOCK, Kernels, references, through
 from dflash_mlx.kernels.operation import Case, Launch, MetalKernel, Operation
+from dflash_mlx.kernels.view import view_of
 from dflash_mlx.proposers.block import BlockProposer
+from dflash_mlx.proposers.cases import cases_of_pair
 from dflash_mlx.sampling import Draws, SamplingPolicy
 from dflash_mlx.targets import target_for
+from dflash_mlx.targets.dense import DenseTarget
 from tests.conftest import special_draft, tokens_of
 from tests.families import BY_NAME, SCRIPTS, ScriptedProposer, build, prompt_of
 from tests.kernels.checks import runner
@@ -42,6 +46,33 @@ def quantised(name: str, dtype: mx.Dtype, bits: int, group: int, **changes: obje
     )
     mx.eval(model.parameters())
     return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_only_products_that_see_blocks_are_raced(name: str):
+    """A race takes seconds: a vision tower sees none, nor does an embedding that is no head."""
+    model = copy.copy(quantised(name, mx.bfloat16, 4, 32, vocab_size=ROWS))
+    tower = nn.Linear(64, 40).to_quantized(32, 4)
+    tower.set_dtype(mx.bfloat16)
+    shell = Shell(model, tower)
+    kernels = references()
+    draft = special_draft({}, num_target_layers=4, vocab_size=ROWS)
+    raced = cases_of_pair(DenseTarget(view_of(shell, kernels)), draft, kernels)
+    sizes = [(size["n"], size["k"]) for size in (dict(case.sizes) for case in raced if case.operation == "qmm_small_m")]
+    assert (64, 64) in sizes and (40, 64) not in sizes
+    assert sizes.count((ROWS, 64)) == 3, "the head, by classes of rows"
+    if name == "llama":
+        shell.language_model.lm_head = nn.Linear(64, ROWS, bias=False)
+        raced = cases_of_pair(DenseTarget(view_of(shell, kernels)), draft, kernels)
+        assert ROWS not in [dict(case.sizes)["n"] for case in raced if case.operation == "qmm_small_m"]
+
+
+class Shell(nn.Module):
+    """A language model beside a part that sees pictures."""
+
+    def __init__(self, model: nn.Module, tower: nn.Module) -> None:
+        super().__init__()
+        self.language_model, self.vision_tower = model, tower
 
 
 def plain(model: nn.Module, count: int) -> tuple[list[int], float]:

@@ -202,6 +202,20 @@ def test_only_classes_that_are_known_are_swapped():
     assert swap(nn.Linear(4, 4), references()) is None
 
 
+@pytest.mark.parametrize("window", [None, 100, 4096])
+def test_a_context_of_any_length_is_of_a_class_that_is_raced(window: int | None):
+    """A case that no one races is closed without a word: long contexts, where it helps most, would be on stock."""
+    raced = sdpa_rows.cases_of(mx.bfloat16, 128, 8, 2, window=window)
+    asked = [
+        sdpa_rows.case_of(mx.bfloat16, 128, 8, 2, capacity, window=window)
+        for capacity in (0, 1024, 1025, 16384, 16385, 131072, 1 << 20)
+    ]
+    assert set(asked) <= set(raced)
+    if window is None:
+        classes = [dict(case.sizes)["capacity"] for case in asked]
+        assert classes == [1024, 1024, 4096, 16384, 16384, 16384, 16384]
+
+
 def test_target_and_draft_run_on_kernels_together():
     """A whole cycle as on a GPU: the draft's blocks in full view, the target's causal."""
     model = wide("llama")
