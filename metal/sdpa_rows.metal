@@ -1,8 +1,8 @@
 // Attention of few query rows over two segments of keys and values: a long buffer (0) and the block's own rows (1).
 //
 //   out[i] = sum_j p[i, j] v[j] / sum_j p[i, j],   p[i, j] = 2^(c q[i].k[j] - max_j c q[i].k[j]),  c = scale log2(e),
-//   over the keys j that row i sees. Row j of segment 0 is at position j, row j of segment 1 at stop + j, and query row
-//   i at position + i. Seen are: of segment 0 first <= j < stop; of segment 1 all (MODE 0), those not after the row (1),
+//   over the keys j that row i sees. Row j of segment 0 is at position j, row j of segment 1 at stop + j, query row i
+//   at position + i. Seen are: of segment 0 first <= j < stop; of segment 1 all (MODE 0), those not after the row (1),
 //   or those whose bit is set in ancestors[i] (2); with WINDOW only what is under `window` positions before the row.
 //
 // Shapes: q [B, Hq, L, D], k0 and v0 [B, Hkv, C, D], k1 and v1 [B, Hkv, L1, D] of T, any strides, D 64, 128 or 256,
