@@ -148,7 +148,7 @@ def test_real_processes_are_ended_and_waited_for(kind: str, monkeypatch: pytest.
 
 def test_a_real_process_is_quoted_where_it_never_began() -> None:
     """Long complaints may not fill a pipe that nobody reads, either."""
-    code = "import sys; sys.stderr.write('x' * 200_000 + '\\n\\xff\\n'); import mlx_that_is_not_there"
+    code = "import sys; sys.stderr.buffer.write(b'x' * 200_000 + b'\\n\\xff\\n'); import mlx_that_is_not_there"
     (raced,) = race_all([CASE], lambda cases: spawn(cases, [sys.executable, "-c", code]))
     text = "ended with status 1 before it began: ModuleNotFoundError: No module named 'mlx_that_is_not_there')"
     assert (raced.verdict.reason or "").endswith(text)
