@@ -68,7 +68,8 @@ class Attention(nn.Module):
         (first, norm), (second, other) = heads if len(heads) == 2 else (heads[0], (None, None))
         start = position if isinstance(position, int) else position.reshape(1, 1)
         weights = (norm.weight, None if other is None else other.weight)
-        return kernels.run(qk_norm_rope.OPERATION, first, second, *weights, start, rotation, norm.eps)
+        turning = qk_norm_rope.Heads(first, second, *weights, start, rotation, norm.eps)
+        return kernels.run(qk_norm_rope.OPERATION, turning)
 
     def __call__(
         self, x: mx.array, context: FullLayer | SlidingLayer, position: int | mx.array, kernels: Kernels = STOCK

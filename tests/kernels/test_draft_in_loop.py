@@ -12,6 +12,7 @@ import pytest
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.kernels.choice import STOCK, Kernels, references, through
 from dflash_mlx.kernels.operation import Case, Operation
+from dflash_mlx.kernels.qk_norm_rope import Heads
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.proposers.cases import cases_of_pair
 from dflash_mlx.proposers.head import best_of_head, head_cases
@@ -123,8 +124,9 @@ def test_what_only_the_kernel_needs_is_not_made_for_every_call(monkeypatch: pyte
     monkeypatch.setattr("dflash_mlx.draft.model.rotation_by", lambda rope: pytest.fail("made again"))
     for _ in range(2):
         attention.keys_values(mx.ones((1, 5, 64)), 13, Asked(True, lambda operation, case: "closed"))
-    (*_, first, rotation, _), (*_, second, again, _) = (call for call in asked if len(call) == 7)
-    assert first == second == 13 and type(first) is int and rotation is again
+    first, second = (call[0] for call in asked if isinstance(call[0], Heads))
+    assert first.positions == second.positions == 13 and type(first.positions) is int
+    assert first.rotation is second.rotation
 
 
 def test_the_selector_has_the_same_candidates():

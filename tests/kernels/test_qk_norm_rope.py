@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_mlx.kernels.operation import Call, Case, Runner
-from dflash_mlx.kernels.qk_norm_rope import OPERATION, reference
+from dflash_mlx.kernels.qk_norm_rope import OPERATION, Heads, reference
 from dflash_mlx.kernels.rotation import Rotation, rotation_of
 from tests.kernels.checks import check, check_bytes, check_first_rows, numbers, runner, same_bits
 
@@ -32,31 +33,39 @@ def call_of(shape: tuple[int, ...], rows: int, dtype: str, hard: bool = False, s
     return OPERATION.sample(Case("qk_norm_rope", dtype, tuple(zip(names, shape, strict=True))), rows, seed, hard)
 
 
-def at(call: Call, positions: mx.array) -> Call:
+def at(call: Call, positions: mx.array | int) -> Call:
     """The call with other positions."""
-    queries, keys, query_norm, key_norm, _, rotation, eps = call.arguments
-    return Call((queries, keys, query_norm, key_norm, positions, rotation, eps))
+    return Call((replace(call.arguments[0], positions=positions),))
+
+
+def in_two(call: Call) -> Call:
+    """The call with its rows as those of two sequences; positions are still to be set."""
+    (heads,) = call.arguments
+    queries, keys = (None if x is None else x.reshape(2, -1, *x.shape[2:]) for x in (heads.queries, heads.keys))
+    return Call((replace(heads, queries=queries, keys=keys),))
 
 
 def expected(call: Call) -> list[np.ndarray]:
     """The definition in float64: normalise, scale, turn every pair as a complex number."""
-    queries, keys, query_norm, key_norm, positions, rotation, eps = call.arguments
+    (heads,) = call.arguments
+    rotation, positions = heads.rotation, heads.positions
     half = rotation.dims // 2
     if rotation.freqs is None:
         speed = np.float64(rotation.base) ** (-np.arange(half) / half)
     else:
         speed = 1 / numbers(rotation.freqs)
-    rows = numbers(positions) + (np.arange(queries.shape[1]) if positions.shape[1] == 1 else 0)
+    rows = numbers(positions) + (np.arange(heads.queries.shape[1]) if positions.shape[1] == 1 else 0)
     turn = np.exp(1j * rotation.scale * rows[:, :, None, None] * speed)  # [B, L, 1, half]
 
-    def turned(heads: mx.array, norm: mx.array | None) -> np.ndarray:
-        x = numbers(heads)
+    def turned(rows: mx.array, norm: mx.array | None) -> np.ndarray:
+        x = numbers(rows)
         if norm is not None:
-            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * numbers(norm)
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + heads.eps) * numbers(norm)
         z = (x[..., :half] + 1j * x[..., half : 2 * half]) * rotation.mscale * turn
         return np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1).swapaxes(1, 2)
 
-    return [turned(queries, query_norm)] + ([] if keys is None else [turned(keys, key_norm)])
+    first = turned(heads.queries, heads.query_norm)
+    return [first] if heads.keys is None else [first, turned(heads.keys, heads.key_norm)]
 
 
 def tolerance(call: Call, dtype: str) -> float:
@@ -70,11 +79,10 @@ def witness(
     """Two sequences, each at positions of its own, for all rows or the first `places`."""
 
     def run_and_compare(run: Runner) -> None:
-        queries, keys, query_norm, key_norm, _, sampled, _ = call_of(shape, 2 * rows, "float32").arguments
-        queries, keys = (None if x is None else x.reshape(2, rows, *x.shape[2:]) for x in (queries, keys))
+        sampled = in_two(call_of(shape, 2 * rows, "float32")).arguments[0]
         positions = mx.arange(5, 5 + 2 * rows, dtype=mx.int32).reshape(2, rows)
-        call = Call((queries, keys, query_norm, key_norm, positions, rotation or sampled, 0.5))
-        call = at(call, positions[:, :places])
+        turn = rotation or sampled.rotation
+        call = Call((replace(sampled, positions=positions[:, :places], rotation=turn, eps=0.5),))
         for got, want in zip(OPERATION.launch(run, *call.arguments), expected(call), strict=True):
             assert np.allclose(numbers(got), want, rtol=0, atol=1e-4)
 
@@ -97,7 +105,7 @@ def test_every_head_is_normed_and_turned_as_defined(dtype: str, shape: tuple[int
     """Attention would look at the wrong distance: drafts get worse, and verification disagrees with plain decoding."""
     for rows in (1, 2, 7, 17):
         call = call_of(shape, rows, dtype, hard, seed=rows)
-        positions = call.arguments[4]
+        positions = call.arguments[0].positions
         call = at(call, positions - positions[0, 0] + 3)  # small angles, which float32 knows well
         assert OPERATION.why_not(*call.arguments) is None
         check(OPERATION, call, expected(call), rtol=0, atol=tolerance(call, dtype))
@@ -115,9 +123,7 @@ def test_every_row_has_its_own_position(positions: list[list[int]], table: int):
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_rows_count_from_the_position_of_the_first(rows: int):
     """A block starts where the context ends, which only the device knows."""
-    queries, keys, *rest = call_of((2, 1, 64, 64, 1, 0), 2 * rows, "float32").arguments
-    queries, keys = queries.reshape(2, rows, 2, 64), keys.reshape(2, rows, 1, 64)
-    call = at(Call((queries, keys, *rest)), mx.array([[11], [5]], mx.int32))
+    call = at(in_two(call_of((2, 1, 64, 64, 1, 0), 2 * rows, "float32")), mx.array([[11], [5]], mx.int32))
     outputs = check(OPERATION, call, expected(call), rtol=0, atol=1e-4)
     each = mx.array([[11], [5]], mx.int32) + mx.arange(rows, dtype=mx.int32)
     for got, want in zip(OPERATION.launch(runner(), *at(call, each).arguments), outputs, strict=True):
@@ -128,11 +134,9 @@ def test_rows_count_from_the_position_of_the_first(rows: int):
 def test_a_position_that_the_host_knows_needs_no_array(rows: int):
     """The draft's layers ask in every cycle; where the kernel is closed an array for it would be made for nothing."""
     call = call_of((2, 1, 64, 64, 1, 0), rows, "float32")
-    here = Call((*call.arguments[:4], 11, *call.arguments[5:]))
-    there = at(call, mx.array([[11]], mx.int32))
-    assert OPERATION.why_not(*here.arguments) is None and OPERATION.case(*here.arguments) == OPERATION.case(
-        *there.arguments
-    )
+    here, there = at(call, 11), at(call, mx.array([[11]], mx.int32))
+    assert OPERATION.why_not(*here.arguments) is None
+    assert OPERATION.case(*here.arguments) == OPERATION.case(*there.arguments)
     for compute in (OPERATION.reference, partial(OPERATION.launch, runner())):
         for got, want in zip(compute(*here.arguments), compute(*there.arguments), strict=True):
             same_bits(got, want, "position 11")
@@ -145,7 +149,7 @@ def test_slices_of_a_wider_projection_are_read_where_they_are():
     weights = mx.random.uniform(0.5, 1.5, (2, 64), key=mx.random.key(3))
     positions = mx.array([[3, 100], [1, 200], [4, 300]], mx.int32).T
     arguments = (weights[0], weights[1], positions, Rotation(48, 100.0), 1e-5)
-    call = Call((whole[..., :64], fused.transpose(0, 2, 1, 3), *arguments))
+    call = Call((Heads(whole[..., :64], fused.transpose(0, 2, 1, 3), *arguments),))
     check(OPERATION, call, expected(call), rtol=0, atol=1e-4)
 
 
@@ -177,12 +181,13 @@ def test_at_consecutive_positions_the_reference_has_the_bits_of_the_modules_it_r
     rotation = rotation_of(rope)
     assert rotation is not None
     positions = mx.broadcast_to(mx.arange(1000, 1006, dtype=mx.int32)[None], (2, 6))
-    (got,) = reference(x, None, norm.weight, None, positions, rotation, norm.eps)
+    heads = Heads(x, None, norm.weight, None, positions, rotation, norm.eps)
+    (got,) = reference(heads)
     same_bits(got, rope(norm(x).transpose(0, 2, 1, 3), offset=1000), "reference beside modules")
-    (counted,) = reference(x, None, norm.weight, None, positions[:, :1], rotation, norm.eps)
+    (counted,) = reference(replace(heads, positions=positions[:, :1]))
     same_bits(counted, got, "positions of the first rows only")
     assert mx.abs(got - x.transpose(0, 2, 1, 3)).max().item() > 0.1  # something was turned
-    call = Call((x, None, norm.weight, None, positions, rotation, norm.eps))
+    call = Call((heads,))
     assert OPERATION.why_not(*call.arguments) is None
     # The angles near position 1000 are known to 1e-4 in float32.
     check(OPERATION, call, expected(call), rtol=0, atol=tolerance(call, dtype) + 1e-3)
@@ -212,14 +217,14 @@ def test_heads_are_read_once(shape: tuple[int, ...]):
 
 def test_what_the_kernel_does_not_know_goes_to_the_reference():
     """Neighbours that turn together, mixed types and odd sizes would come out wrong or not compile."""
-    queries, keys, query_norm, key_norm, positions, rotation, eps = call_of(
-        (2, 1, 64, 64, 1, 0), 2, "float32"
-    ).arguments
-    why_not = OPERATION.why_not
-    neighbours = Rotation(64, 100.0, traditional=True)
-    assert "neighbouring" in (why_not(queries, keys, query_norm, key_norm, positions, neighbours, eps) or "")
-    assert "62" in (why_not(queries[..., :62], None, None, None, positions, Rotation(32, 100.0), eps) or "")
-    half = query_norm.astype(mx.float16)
-    assert "float16" in (why_not(queries, keys, half, key_norm, positions, rotation, eps) or "")
-    assert "one of" in (why_not(queries, keys, query_norm, None, positions, rotation, eps) or "")
-    assert "int64" in (why_not(queries, keys, None, None, positions.astype(mx.int64), rotation, eps) or "")
+    (heads,) = call_of((2, 1, 64, 64, 1, 0), 2, "float32").arguments
+
+    def refused(**changes: Any) -> str:
+        return OPERATION.why_not(replace(heads, **changes)) or ""
+
+    assert "neighbouring" in refused(rotation=Rotation(64, 100.0, traditional=True))
+    narrow = heads.queries[..., :62]
+    assert "62" in refused(queries=narrow, keys=None, query_norm=None, key_norm=None, rotation=Rotation(32, 100.0))
+    assert "float16" in refused(query_norm=heads.query_norm.astype(mx.float16))
+    assert "one of" in refused(key_norm=None)
+    assert "int64" in refused(query_norm=None, key_norm=None, positions=heads.positions.astype(mx.int64))
