@@ -1,20 +1,14 @@
 """The best few tokens of every row, from the head's weights, without writing the logits.
 
-    lm_head_topk(hidden, head, k, bitmask=None, softcap=None, lse=False) -> values, ids [, lse]
+    lm_head_topk(best) -> values, ids [, lse]
 
-| argument | what |
-|---|---|
-| hidden [M, H] | rows after the final norm; the kernel takes M <= 16 |
-| head          | `Head`: dense [V, H] of hidden's type, or MLX's affine quantisation in 4 or 8 bits |
-| k             | how many, 1..V; the kernel takes up to 16 |
-| bitmask [M, ceil(V / 32)] | uint32, bit n % 32 of word n / 32 allows token n; None allows all |
-| softcap       | logits z become tanh(z / softcap) * softcap |
+What is wanted, and of which rows and weights, is in the argument, a `Best`.
 
 | result | what |
 |---|---|
 | values [M, k] float32 | largest first |
 | ids [M, k] int32      | theirs; of equal logits the lowest id first, so k = 1 is `mx.argmax` |
-| lse [M] float32       | log of the sum of exp over all logits |
+| lse [M] float32       | log of the sum of exp over all logits, where `best.lse` asks for it |
 
 Logits are rounded to hidden's type before they are compared, each step of the soft cap too. A forbidden token and NaN
 count as -inf. The kernel reads every weight once, whatever M; rows do not depend on M. Up to 4, 5 to 8, and 9 to 16
@@ -75,6 +69,40 @@ class Head:
         return replace(self, weight=weight, scales=scales, biases=biases)
 
 
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The k best tokens of every row: the argument of this operation.
+
+    hidden:  [M, H], rows after the final norm; the kernel takes M <= 16.
+    head:    dense [V, H] of hidden's type, or MLX's affine quantisation of it, for the kernel in 4 or 8 bits.
+    k:       how many, 1..V; the kernel takes up to 16.
+    bitmask: [M, ceil(V / 32)] uint32, bit n % 32 of word n / 32 allows token n; None allows all.
+    softcap: logits z become tanh(z / softcap) * softcap.
+    lse:     whether the log of the sum of exp over all logits is wanted too.
+    """
+
+    hidden: mx.array
+    head: Head
+    k: int
+    bitmask: mx.array | None = None
+    softcap: float | None = None
+    lse: bool = False
+
+    @property
+    def length(self) -> int:
+        """Of the kernel's lists."""
+        return next(size for size in _LISTS if size >= self.k)
+
+    @property
+    def tiles(self) -> int:
+        """Parts of the vocabulary, each a SIMD-group's."""
+        return -(-self.head.vocab_size // _tile(self.head.vocab_size))
+
+    def first(self, rows: int) -> Best:
+        """Of the first rows only."""
+        return replace(self, hidden=self.hidden[:rows], bitmask=None if self.bitmask is None else self.bitmask[:rows])
+
+
 _INPUTS = ("x", "w", "scales", "biases", "bitmask", "cap", "tile")
 _HEADER = source("lm_head_topk")
 
@@ -125,37 +153,25 @@ def _kernels(lse: bool) -> tuple[MetalKernel, MetalKernel]:
 _PLAIN, _WITH_LSE = _kernels(False), _kernels(True)
 
 
-def reference(
-    hidden: mx.array,
-    head: Head,
-    k: int,
-    bitmask: mx.array | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> Arrays:
-    logits = head.logits(hidden)  # [M, V]
+def reference(best: Best) -> Arrays:
+    k, bitmask, softcap = best.k, best.bitmask, best.softcap
+    logits = best.head.logits(best.hidden)  # [M, V]
     if softcap is not None:
         logits = mx.tanh(logits / softcap) * softcap
     logits = mx.where(mx.isnan(logits), -mx.inf, logits)
     if bitmask is not None:
-        token = mx.arange(head.vocab_size)
+        token = mx.arange(best.head.vocab_size)
         allowed = (bitmask[:, token // 32] >> (token % 32).astype(mx.uint32)) & 1
         logits = mx.where(allowed.astype(mx.bool_), logits, -mx.inf)
     # Sorting is stable: of equal logits the lowest id stays first.
     ids = mx.argmax(logits, axis=1, keepdims=True) if k == 1 else mx.argsort(-logits, axis=1)[:, :k]
     values = mx.take_along_axis(logits, ids, axis=1).astype(mx.float32)
-    best = (values, ids.astype(mx.int32))
-    return (*best, mx.logsumexp(logits.astype(mx.float32), axis=1)) if lse else best
+    found = (values, ids.astype(mx.int32))
+    return (*found, mx.logsumexp(logits.astype(mx.float32), axis=1)) if best.lse else found
 
 
-def why_not(
-    hidden: mx.array,
-    head: Head,
-    k: int,
-    bitmask: mx.array | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> str | None:
+def why_not(best: Best) -> str | None:
+    hidden, head, k = best.hidden, best.head, best.k
     rows, width = hidden.shape
     stored = head.weight.dtype if head.scales is None else head.scales.dtype
     if rows > ROWS:
@@ -187,25 +203,16 @@ def _unit(rows: int, dtype: mx.Dtype, length: int, lse: bool) -> tuple[int, int]
     return (2 if dtype == mx.float32 or (blocks == 2 and (lse or length > 8)) else 4), blocks
 
 
-def launch(
-    run: Runner,
-    hidden: mx.array,
-    head: Head,
-    k: int,
-    bitmask: mx.array | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> Arrays:
-    rows, vocab_size, tile = len(hidden), head.vocab_size, _tile(head.vocab_size)
-    tiles = -(-vocab_size // tile)
-    length = next(size for size in _LISTS if size >= k)
-    per_pass, blocks = _unit(rows, hidden.dtype, length, lse)
+def launch(run: Runner, best: Best) -> Arrays:
+    hidden, head, bitmask = best.hidden, best.head, best.bitmask
+    rows, tiles, length, results = len(hidden), best.tiles, best.length, 2 + best.lse
+    per_pass, blocks = _unit(rows, hidden.dtype, length, best.lse)
     # A buffer has to be there for an input that is not read.
     nothing = mx.zeros((1,), mx.uint32)
-    cap = mx.array(softcap or 0.0, mx.float32)
-    best, merge = _WITH_LSE if lse else _PLAIN
+    cap = mx.array(best.softcap or 0.0, mx.float32)
+    search, merge = _WITH_LSE if best.lse else _PLAIN
     parts = run(
-        best,
+        search,
         Launch(
             inputs=(
                 hidden,
@@ -214,10 +221,10 @@ def launch(
                 nothing if head.biases is None else head.biases,
                 nothing if bitmask is None else bitmask,
                 cap,
-                mx.array(tile, mx.int32),
+                mx.array(_tile(head.vocab_size), mx.int32),
             ),
-            shapes=((rows, tiles, length), (rows, tiles, length), (rows, tiles, 2))[: 2 + lse],
-            dtypes=(mx.float32, mx.int32, mx.float32)[: 2 + lse],
+            shapes=((rows, tiles, length), (rows, tiles, length), (rows, tiles, 2))[:results],
+            dtypes=(mx.float32, mx.int32, mx.float32)[:results],
             grid=(32 * _SIMDGROUPS, -(-tiles // _SIMDGROUPS), 1),
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             template=(
@@ -228,7 +235,7 @@ def launch(
                 ("BLOCKS", blocks),
                 ("KTOP", length),
                 ("MASK", bitmask is not None),
-                ("CAP", softcap is not None),
+                ("CAP", best.softcap is not None),
             ),
         ),
     )
@@ -236,33 +243,27 @@ def launch(
         merge,
         Launch(
             inputs=tuple(parts),
-            shapes=((rows, length), (rows, length), (rows,))[: 2 + lse],
-            dtypes=(mx.float32, mx.int32, mx.float32)[: 2 + lse],
+            shapes=((rows, length), (rows, length), (rows,))[:results],
+            dtypes=(mx.float32, mx.int32, mx.float32)[:results],
             grid=(32, _GROUPS, rows),
             threadgroup=(32, _GROUPS, 1),
             template=(("KTOP", length), ("GROUPS", _GROUPS)),
         ),
     )
-    return values[:, :k], ids[:, :k], *sums
+    return values[:, : best.k], ids[:, : best.k], *sums
 
 
-def case(
-    hidden: mx.array,
-    head: Head,
-    k: int,
-    bitmask: mx.array | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> Case:
+def case(best: Best) -> Case:
+    hidden, head = best.hidden, best.head
     sizes = {
         "vocab": head.vocab_size,
         "hidden": hidden.shape[1],
         "bits": head.bits,
         "group": head.group_size,
-        "k": k,
-        "mask": int(bitmask is not None),
-        "cap": int(softcap is not None),
-        "lse": int(lse),
+        "k": best.k,
+        "mask": int(best.bitmask is not None),
+        "cap": int(best.softcap is not None),
+        "lse": int(best.lse),
         "rows": CLASSES.of(len(hidden)),
     }
     return Case("lm_head_topk", name_of(hidden.dtype), tuple(sizes.items()))
@@ -309,39 +310,32 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
         head = Head(repeated(weight).astype(dtype))
     mask = words((rows, -(-vocab // 32)), keys[3]) if size["mask"] else None
     cap = 30.0 if size["cap"] else None
-    return Call((hidden.astype(dtype), head, size["k"], mask, cap, bool(size["lse"])))
+    return Call((Best(hidden.astype(dtype), head, size["k"], mask, cap, bool(size["lse"])),))
 
 
 def first_rows(call: Call, rows: int) -> Call:
-    hidden, head, k, mask, *rest = call.arguments
-    return Call((hidden[:rows], head, k, None if mask is None else mask[:rows], *rest))
+    (best,) = call.arguments
+    return Call((best.first(rows),))
 
 
-def floor(
-    hidden: mx.array,
-    head: Head,
-    k: int,
-    bitmask: mx.array | None = None,
-    softcap: float | None = None,
-    lse: bool = False,
-) -> dict[str, int]:
+def floor(best: Best) -> dict[str, int]:
     """Weights and mask once, the rows once per tile; then the parts of all tiles once.
 
     A SIMD-group passes over the rows again for every 16 or 32 weight rows of its tile, from caches: `_unit`.
     """
-    tiles = -(-head.vocab_size // _tile(head.vocab_size))
-    part = 4 * len(hidden) * tiles * next(size for size in _LISTS if size >= k)
+    hidden, head, tiles = best.hidden, best.head, best.tiles
+    part = 4 * len(hidden) * tiles * best.length
     return {
         "x": tiles * hidden.nbytes,
         "w": head.weight.nbytes,
         "scales": 0 if head.scales is None else head.scales.nbytes,
         "biases": 0 if head.biases is None else head.biases.nbytes,
-        "bitmask": 0 if bitmask is None else bitmask.nbytes,
+        "bitmask": 0 if best.bitmask is None else best.bitmask.nbytes,
         "cap": 4 * tiles,
         "tile": 4 * tiles,
         "part_value": part,
         "part_id": part,
-        "part_lse": 8 * len(hidden) * tiles if lse else 0,
+        "part_lse": 8 * len(hidden) * tiles if best.lse else 0,
     }
 
 

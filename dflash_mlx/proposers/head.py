@@ -13,7 +13,7 @@ import mlx.core as mx
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.selector import Candidates
 from dflash_mlx.kernels.choice import Kernels
-from dflash_mlx.kernels.lm_head_topk import CLASSES, OPERATION, Head
+from dflash_mlx.kernels.lm_head_topk import CLASSES, OPERATION, Best, Head
 from dflash_mlx.kernels.modules.head import head_of
 from dflash_mlx.kernels.operation import Case
 from dflash_mlx.targets import Target
@@ -25,6 +25,9 @@ class _Wanted(NamedTuple):
     softcap: float | None
     dtype: mx.Dtype  # of the rows that the head is given
 
+    def of(self, hidden: mx.array) -> Best:
+        return Best(hidden.astype(self.dtype), self.head, self.best, softcap=self.softcap)
+
 
 def best_of_head(hidden: mx.array, draft: DraftModel, target: Target, kernels: Kernels) -> Candidates | None:
     """[K, H] after the draft's final norm -> the best row of the head, or the selector's candidates, of each row.
@@ -34,8 +37,7 @@ def best_of_head(hidden: mx.array, draft: DraftModel, target: Target, kernels: K
     wanted = _wanted(draft, target, kernels) if len(hidden) > 1 else None
     if wanted is None:
         return None
-    rows = hidden.astype(wanted.dtype)
-    values, ids = kernels.run(OPERATION, rows, wanted.head, wanted.best, softcap=wanted.softcap)
+    values, ids = kernels.run(OPERATION, wanted.of(hidden))
     return Candidates.sorted(ids, values)
 
 
@@ -46,9 +48,9 @@ def head_cases(draft: DraftModel, target: Target, kernels: Kernels) -> list[Case
         return []
     found = []
     for rows in CLASSES.most:
-        call = (mx.zeros((rows, draft.config.hidden_size), wanted.dtype), wanted.head, wanted.best)
-        if OPERATION.why_not(*call, softcap=wanted.softcap) is None:
-            found.append(OPERATION.case(*call, softcap=wanted.softcap))
+        best = wanted.of(mx.zeros((rows, draft.config.hidden_size), wanted.dtype))
+        if OPERATION.why_not(best) is None:
+            found.append(OPERATION.case(best))
     return found
 
 
