@@ -331,7 +331,7 @@ class Coarse(Kernels):
         results = super().run(operation, *arguments, **options)
         if operation.name != self.name:
             return results
-        self.rows.append(arguments[0].shape[2 if self.name == "sdpa_rows" else 1])
+        self.rows.append(arguments[0].queries.shape[2] if self.name == "sdpa_rows" else arguments[0].shape[1])
         return tuple((array * (1 + self.part)).astype(array.dtype) for array in results)
 
 

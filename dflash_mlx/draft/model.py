@@ -22,7 +22,7 @@ from dflash_mlx.kernels import qk_norm_rope, sdpa_rows
 from dflash_mlx.kernels.choice import STOCK, Kernels
 from dflash_mlx.kernels.modules.linear import cases_of, linear
 from dflash_mlx.kernels.operation import Case
-from dflash_mlx.kernels.sdpa_rows import Sight
+from dflash_mlx.kernels.sdpa_rows import Attend, Sight
 from dflash_mlx.stats import Track
 from dflash_mlx.threads import compute_constants
 
@@ -85,9 +85,8 @@ class Attention(nn.Module):
             return *context.with_block(keys, values), mask
 
         seen = context.seen if kernels.wired else None
-        (out,) = kernels.run(
-            sdpa_rows.OPERATION, queries, seen, keys, values, scale=self.scale, sight=self._sight, joined=joined
-        )
+        attend = Attend(queries, seen, keys, values, scale=self.scale, sight=self._sight, joined=joined)
+        (out,) = kernels.run(sdpa_rows.OPERATION, attend)
         return linear(self.o_proj, out, kernels)
 
     def cases(self) -> list[Case]:

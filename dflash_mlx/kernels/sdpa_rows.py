@@ -1,15 +1,6 @@
 """Attention of few query rows over two segments: what a buffer holds already, and the block's own keys and values.
 
-    sdpa_rows(queries, segment, keys, values, scale=..., sight=..., joined=...) -> out
-
-| argument | what |
-|---|---|
-| queries [B, Hq, L, D] | L 1 to 32, D 64, 128 or 256 for the kernel; float32, float16, bfloat16; any strides |
-| segment: `Segment` | keys and values [B, Hkv, C, D] of earlier positions: rows first <= j < stop of them; None: none |
-| keys, values [B, Hkv, L1, D] | the block's own, of the queries' type; any strides; L1 up to 32 for ancestors |
-| scale | of the scores |
-| sight: `Sight` | what a row sees of its block, within which window |
-| joined | () -> keys, values and mask of both together, where the caller has them so; for the reference only |
+    sdpa_rows(Attend(queries, segment, keys, values, scale=..., sight=..., joined=...)) -> out
 
 out [B, L, Hq * D] is of the queries' type. Row j of the segment is at position j, row j of the block at stop + j, and
 query row i at position + i, which is stop + L1 - L + i unless `Sight.position` says otherwise; only differences of
@@ -19,14 +10,12 @@ The kernel packs the rows of all heads of a key/value head; each SIMD-group read
 (16 for D 64, else 8), and those of a threadgroup read the same part of it, for caches to serve. It cuts a segment into
 splits by its capacity alone, and a second launch puts the splits together. A row's bits depend neither on the number of
 rows nor, up to 8192 rows of capacity, on the capacity.
-
-This file is long because all functions of an operation take the same arguments, and these are many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -85,6 +74,40 @@ class Sight:
 
 
 CAUSAL = Sight()
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """The arguments of one call, which every function here takes.
+
+    queries: [B, Hq, L, D]; for the kernel L is 1 to 32 and D 64, 128 or 256; float32, float16, bfloat16; any strides.
+    segment: keys and values [B, Hkv, C, D] of earlier positions: rows first <= j < stop of them; None: none.
+    keys, values: [B, Hkv, L1, D], the block's own, of the queries' type; any strides; L1 up to 32 for ancestors.
+    scale:   of the scores.
+    sight:   what a row sees of its block, within which window.
+    joined:  () -> keys, values and mask of both together, where the caller has them so; for the reference only.
+    """
+
+    queries: mx.array
+    segment: Segment | None
+    keys: mx.array
+    values: mx.array
+    _: KW_ONLY
+    scale: float
+    sight: Sight = CAUSAL
+    joined: Joined | None = None
+
+    @property
+    def held(self) -> Segment:
+        """The segment, or one of no rows, of which nothing is read."""
+        return self.segment or Segment(self.keys, self.values, 0)
+
+    @property
+    def own(self) -> int:
+        """Rows of the block's keys."""
+        return self.keys.shape[2]
+
+
 _INPUTS = ("q", "k0", "v0", "k1", "v1", "first", "stop", "position", "ancestors", "window", "width", "scale")
 
 PARTS = MetalKernel(
@@ -121,54 +144,37 @@ COMBINE = MetalKernel(
 )
 
 
-def reference(
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> Arrays:
+def reference(attend: Attend) -> Arrays:
     """MLX's attention over the rows that are held, followed by the block's; where only the device knows which are held,
     over the whole capacity under a mask."""
+    queries, segment, keys, values, sight = attend.queries, attend.segment, attend.keys, attend.values, attend.sight
     mask: mx.array | str | None
-    if joined is not None:
-        keys, values, mask = joined()
+    if attend.joined is not None:
+        keys, values, mask = attend.joined()
     else:
-        mask = _mask(queries, segment, keys.shape[2], sight)
+        mask = _mask(queries, segment, attend.own, sight)
         if segment is not None:
             rows = slice(None) if _on_device(segment, sight) else slice(segment.first, segment.stop)
             keys = mx.concatenate([segment.keys[:, :, rows], keys], axis=2)
             values = mx.concatenate([segment.values[:, :, rows], values], axis=2)
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=attend.scale, mask=mask)
     return (out.transpose(0, 2, 1, 3).reshape(queries.shape[0], queries.shape[2], -1),)
 
 
-def stock(
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> Arrays:
+def stock(attend: Attend) -> Arrays:
     """What a cycle without the kernel runs, for races: attention over a buffer that has the block in it already.
 
     Of a sample: the rows of its segment that follow those that are held stand for the block's.
     """
+    queries, segment, sight, own = attend.queries, attend.segment, attend.sight, attend.own
     if segment is None:
-        return reference(queries, segment, keys, values, scale=scale, sight=sight)
-    own = keys.shape[2]
+        return reference(replace(attend, joined=None))
     stop = segment.keys.shape[2] - _FREE
     first = 0 if sight.window is None else max(0, stop - sight.window + 1)
-    held_keys, held_values = (part[:, :, first : stop + own] for part in (segment.keys, segment.values))
+    keys, values = (part[:, :, first : stop + own] for part in (segment.keys, segment.values))
     seen = Sight(sight.mode, sight.window, ancestors=sight.ancestors)
-    mask = _mask(queries, Segment(held_keys, held_values, stop - first), own, seen)
-    return reference(queries, segment, keys, values, scale=scale, joined=lambda: (held_keys, held_values, mask))
+    mask = _mask(queries, Segment(keys, values, stop - first), own, seen)
+    return reference(Attend(queries, None, keys, values, scale=attend.scale, joined=lambda: (keys, values, mask)))
 
 
 def _on_device(segment: Segment, sight: Sight) -> bool:
@@ -202,16 +208,8 @@ def _column(count: Count) -> Any:
     return count.reshape(-1, 1, 1, 1) if isinstance(count, mx.array) else count
 
 
-def why_not(
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> str | None:
+def why_not(attend: Attend) -> str | None:
+    queries, segment, keys, values = attend.queries, attend.segment, attend.keys, attend.values
     _, heads, rows, dim = queries.shape
     if not 1 <= rows <= ROWS:
         return f"{rows} rows are not 1 to {ROWS}"
@@ -222,8 +220,8 @@ def why_not(
         return f"queries, keys and values have to be of one type of float, and the queries are of {queries.dtype}"
     if heads % keys.shape[1]:
         return f"{heads} heads do not share {keys.shape[1]} key heads evenly"
-    if sight.mode == "tree" and keys.shape[2] > ROWS:
-        return f"{keys.shape[2]} rows of a tree are more than {ROWS}"
+    if attend.sight.mode == "tree" and attend.own > ROWS:
+        return f"{attend.own} rows of a tree are more than {ROWS}"
     return None
 
 
@@ -259,20 +257,10 @@ def _counts(count: Count, batch: int) -> mx.array:
     return mx.contiguous(count) if batch > 1 else count
 
 
-def launch(
-    run: Runner,
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> Arrays:
+def launch(run: Runner, attend: Attend) -> Arrays:
+    queries, keys, sight, held = attend.queries, attend.keys, attend.sight, attend.held
     batch, heads, rows, dim = queries.shape
     kv_heads, own = keys.shape[1:3]
-    held = segment or Segment(keys, values, 0)  # nothing of it is read
     first, stop = _counts(held.first, batch), _counts(held.stop, batch)
     ancestors = first if sight.ancestors is None else mx.contiguous(sight.ancestors)
     position = sight.position
@@ -287,9 +275,9 @@ def launch(
     threads = _LANES * ceil(simdgroups / groups)
     parts = Launch(
         inputs=(
-            *(queries, held.keys, held.values, keys, values),
+            *(queries, held.keys, held.values, keys, attend.values),
             *(first, stop, _counts(position, batch), ancestors),
-            *(mx.array(sight.window or 0, mx.int32), mx.array(width, mx.int32), mx.array(scale, mx.float32)),
+            *(mx.array(sight.window or 0, mx.int32), mx.array(width, mx.int32), mx.array(attend.scale, mx.float32)),
         ),
         shapes=((batch, heads, rows, splits, dim), (batch, heads, rows, splits, 2)),
         dtypes=(mx.float32, mx.float32),
@@ -317,21 +305,12 @@ def launch(
     return tuple(run(COMBINE, combine))
 
 
-def case(
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> Case:
+def case(attend: Attend) -> Case:
     """One race per class of capacity: short contexts gain nothing. See `case_of`."""
+    queries, segment, sight = attend.queries, attend.segment, attend.sight
     rows = 0 if segment is None else segment.keys.shape[2]
-    return case_of(
-        queries.dtype, queries.shape[3], queries.shape[1], keys.shape[1], rows, mode=sight.mode, window=sight.window
-    )
+    heads = (queries.shape[1], attend.keys.shape[1])
+    return case_of(queries.dtype, queries.shape[3], *heads, rows, mode=sight.mode, window=sight.window)
 
 
 @lru_cache
@@ -396,18 +375,13 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
         held[1] = held[1] * size.astype(dtype)
     segment = Segment(held[0], held[1], mx.array([stop], mx.int32), mx.array([stop // 2 if hard else 0], mx.int32))
     tree = MODES[sizes["mode"]] == "tree"
-    return Call(
-        (queries, segment, keys, values),
-        {
-            "scale": dim**-0.5,
-            "sight": Sight(
-                MODES[sizes["mode"]],
-                sizes["window"] or None,
-                mx.array([stop], mx.int32),
-                mx.array([[_ancestors(row) for row in range(rows)]], mx.uint32) if tree else None,
-            ),
-        },
+    sight = Sight(
+        MODES[sizes["mode"]],
+        sizes["window"] or None,
+        mx.array([stop], mx.int32),
+        mx.array([[_ancestors(row) for row in range(rows)]], mx.uint32) if tree else None,
     )
+    return Call((Attend(queries, segment, keys, values, scale=dim**-0.5, sight=sight),))
 
 
 def _ancestors(row: int) -> int:
@@ -417,31 +391,22 @@ def _ancestors(row: int) -> int:
 
 def first_rows(call: Call, rows: int) -> Call:
     """Without the last query rows and, in a causal block, without their keys; `position` has to be given."""
-    queries, segment, keys, values = call.arguments
-    sight: Sight = call.options["sight"]
+    (attend,) = call.arguments
+    queries, keys, values, sight = attend.queries, attend.keys, attend.values, attend.sight
     if sight.mode == "causal":
-        own = keys.shape[2] - queries.shape[2] + rows
+        own = attend.own - queries.shape[2] + rows
         keys, values = keys[:, :, :own], values[:, :, :own]
     if sight.ancestors is not None:
         sight = replace(sight, ancestors=sight.ancestors[:, :rows])
-    return Call((queries[:, :, :rows], segment, keys, values), {**call.options, "sight": sight})
+    return Call((replace(attend, queries=queries[:, :, :rows], keys=keys, values=values, sight=sight),))
 
 
-def floor(
-    queries: mx.array,
-    segment: Segment | None,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    sight: Sight = CAUSAL,
-    joined: Joined | None = None,
-) -> dict[str, int]:
+def floor(attend: Attend) -> dict[str, int]:
     """Keys and values once for every SIMD-group that has to have them, which has 8 * TILES of the packed query rows
     of a key/value head; queries and partial results once per split in which something is seen."""
+    queries, keys, sight, held = attend.queries, attend.keys, attend.sight, attend.held
     batch, heads, rows, dim = queries.shape
     kv_heads, own = keys.shape[1:3]
-    held = segment or Segment(keys, values, 0)
     capacity, size = held.keys.shape[2], queries.dtype.size
     width, simdgroups = _width(capacity), _simdgroups(queries, keys)
     seen, used = 0, 0  # rows of the segment, splits

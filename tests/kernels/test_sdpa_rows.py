@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.kernels.operation import Call, Case, Runner
-from dflash_mlx.kernels.sdpa_rows import OPERATION, Segment, Sight, case_of, reference, why_not
+from dflash_mlx.kernels.sdpa_rows import OPERATION, Attend, Segment, Sight, case_of, reference, why_not
 from tests.kernels.checks import check, check_bytes, check_first_rows, numbers, runner, same_bits
 
 ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}  # of the result, at most
@@ -34,7 +34,7 @@ class Shape:
     own: int | None = None
     batch: int = 1
 
-    def call(self, seed: int = 0, dirt: float = float("nan")) -> Call:
+    def attend(self, seed: int = 0, dirt: float = float("nan")) -> Attend:
         """Normal numbers as projections leave them; rows of the segment that do not hold are `dirt`."""
         random = iter(mx.random.split(mx.random.key(seed), 5))
         own = self.own or self.rows
@@ -54,28 +54,23 @@ class Shape:
             for row in range(self.rows):
                 bits[row] = 1 << row | (bits[(row - 1) // 2] if row else 0)
             ancestors = mx.array([bits] * self.batch, mx.uint32)
-        return Call(
-            (
-                projected(self.rows, self.heads),
-                Segment(keys, values, self._device(self.stop), self._device(self.first)),
-                projected(own, self.kv_heads),
-                projected(own, self.kv_heads),
-            ),
-            {
-                "scale": self.dim**-0.5,
-                "sight": Sight(self.mode, self.window, self._device(self.stop + own - self.rows), ancestors),
-            },
+        return Attend(
+            projected(self.rows, self.heads),
+            Segment(keys, values, self._device(self.stop), self._device(self.first)),
+            projected(own, self.kv_heads),
+            projected(own, self.kv_heads),
+            scale=self.dim**-0.5,
+            sight=Sight(self.mode, self.window, self._device(self.stop + own - self.rows), ancestors),
         )
 
     def _device(self, count: int) -> mx.array:
         return mx.array([count] * self.batch, mx.int32)
 
 
-def exact(call: Call) -> tuple[np.ndarray, np.ndarray]:
+def exact(attend: Attend) -> tuple[np.ndarray, np.ndarray]:
     """The attention in float64, row by row over the list of what it sees, and the size of what was added up."""
-    queries, segment, keys, values = call.arguments
-    sight, scale = call.options["sight"], call.options["scale"]
-    q, k, v = numbers(queries), numbers(keys), numbers(values)
+    segment, sight = attend.segment, attend.sight
+    q, k, v = numbers(attend.queries), numbers(attend.keys), numbers(attend.values)
     batch, heads, rows, dim = q.shape
     shared, own = heads // k.shape[1], k.shape[2]
     held = (np.zeros((batch, k.shape[1], 0, dim)),) * 2 if segment is None else map(numbers, segment_arrays(segment))
@@ -98,7 +93,7 @@ def exact(call: Call) -> tuple[np.ndarray, np.ndarray]:
                 g = h // shared
                 seen_k = np.concatenate([held_k[b, g, context], k[b, g, block]])
                 seen_v = np.concatenate([held_v[b, g, context], v[b, g, block]])
-                scores = seen_k @ q[b, h, i] * scale
+                scores = seen_k @ q[b, h, i] * attend.scale
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 out[b, i, h] = weights @ seen_v
@@ -114,27 +109,27 @@ def at(count: int | mx.array, sequence: int) -> int:
     return int(count[sequence].item()) if isinstance(count, mx.array) else count
 
 
-def clean(call: Call) -> Call:
+def clean(attend: Attend) -> Attend:
     """The same with zeros where the segment does not hold: MLX multiplies what it masks."""
-    queries, segment, keys, values = call.arguments
+    segment = attend.segment
     parts = (mx.where(mx.isnan(part), 0, part).astype(part.dtype) for part in segment_arrays(segment))
-    return replace(call, arguments=(queries, Segment(*parts, segment.stop, segment.first), keys, values))
+    return replace(attend, segment=Segment(*parts, segment.stop, segment.first))
 
 
-def assert_close(run: Runner, call: Call) -> None:
+def assert_close(run: Runner, attend: Attend) -> None:
     """Within one rounding of the result and the float32 roundings of what was added up."""
-    (got,) = OPERATION.launch(run, *call.arguments, **call.options)
-    want, size = exact(call)
+    (got,) = OPERATION.launch(run, attend)
+    want, size = exact(attend)
     allowed = ROUNDING[got.dtype] * np.abs(want) + 2e-6 * size + 1e-7
     assert got.shape == want.shape
     assert (np.abs(numbers(got) - want) <= allowed).all()
 
 
-def whole(call: Call) -> None:
+def whole(attend: Attend) -> None:
     """Three schedules with equal bits, MLX's result, and float64's."""
-    dtype = call.arguments[0].dtype
-    check(OPERATION, call, [exact(call)[0]], rtol=STOCK[dtype], atol=STOCK[dtype])
-    assert_close(runner(), call)
+    dtype = attend.queries.dtype
+    check(OPERATION, Call((attend,)), [exact(attend)[0]], rtol=STOCK[dtype], atol=STOCK[dtype])
+    assert_close(runner(), attend)
 
 
 # Of one template each. Together all types, head sizes, modes, with and without a window, 1 to 8 heads per key head.
@@ -152,20 +147,19 @@ TINY = Shape(heads=2, kv_heads=1, rows=3, capacity=300, first=5, stop=270)
 # Two key heads and sequences, more tiles than a SIMD-group has, two splits, a window, a tree, columns that are strided,
 # and scores of a thousand.
 WITNESSES: list[Callable[[Runner], None]] = [
-    lambda run: assert_close(run, _strided(replace(TINY, heads=4, kv_heads=2, rows=9, batch=2).call())),
-    lambda run: assert_close(run, _loud(replace(TINY, mode="full", window=60).call())),
-    lambda run: assert_close(run, replace(TINY, mode="tree", rows=5, stop=20).call()),
-    lambda run: assert_close(run, replace(TINY, own=4, stop=5).call()),
+    lambda run: assert_close(run, _strided(replace(TINY, heads=4, kv_heads=2, rows=9, batch=2).attend())),
+    lambda run: assert_close(run, _loud(replace(TINY, mode="full", window=60).attend())),
+    lambda run: assert_close(run, replace(TINY, mode="tree", rows=5, stop=20).attend()),
+    lambda run: assert_close(run, replace(TINY, own=4, stop=5).attend()),
 ]
 
 
-def _loud(call: Call) -> Call:
+def _loud(attend: Attend) -> Attend:
     """The same with large scores: where the largest so far is lost, a power of two overflows."""
-    queries, *rest = call.arguments
-    return replace(call, arguments=(queries * 300, *rest))
+    return replace(attend, queries=attend.queries * 300)
 
 
-def _strided(call: Call) -> Call:
+def _strided(attend: Attend) -> Attend:
     """The same numbers in views: columns two apart, rows and heads the other way round, sequences of a larger array;
     and the two sequences see different parts of their segments."""
 
@@ -174,11 +168,11 @@ def _strided(call: Call) -> Call:
         wide = mx.contiguous(mx.concatenate([wide[:1], wide], axis=0).transpose(0, 2, 1, 3))
         return wide.transpose(0, 2, 1, 3)[1:, :, :, ::2]
 
-    queries, segment, keys, values = call.arguments
+    queries, segment, keys, values = attend.queries, attend.segment, attend.keys, attend.values
     first, stop = segment.first + mx.array([0, 258]), segment.stop - mx.array([0, 3])
     held = Segment(spread(segment.keys), spread(segment.values), stop, first)
-    sight = replace(call.options["sight"], position=stop + keys.shape[2] - queries.shape[2])
-    return Call((spread(queries), held, spread(keys), spread(values)), {**call.options, "sight": sight})
+    sight = replace(attend.sight, position=stop + keys.shape[2] - queries.shape[2])
+    return Attend(spread(queries), held, spread(keys), spread(values), scale=attend.scale, sight=sight)
 
 
 @pytest.mark.parametrize("shape", TEMPLATES, ids=IDS)
@@ -187,7 +181,7 @@ def test_every_number_of_rows_attends_as_one_long_attention_would(shape: Shape):
     for rows in range(1, 18):
         stop = (35, 0, 7, 300, 256)[rows % 5]
         first = 3 if rows % 3 == 0 and stop else 0
-        whole(clean(replace(shape, rows=rows, stop=stop, first=first, capacity=64 if stop < 64 else 320).call(rows)))
+        whole(clean(replace(shape, rows=rows, stop=stop, first=first, capacity=64 if stop < 64 else 320).attend(rows)))
 
 
 @pytest.mark.parametrize("shape", TEMPLATES[:4], ids=IDS[:4])
@@ -196,108 +190,99 @@ def test_large_scores_and_equal_keys_do_not_overflow_or_drift(shape: Shape):
     for rows in (2, 9):
         sizes = case_of(shape.dtype, shape.dim, shape.heads, shape.kv_heads, 0, mode=shape.mode, window=shape.window)
         small = Case(sizes.operation, sizes.dtype, tuple((n, 96 if n == "capacity" else v) for n, v in sizes.sizes))
-        call = OPERATION.sample(small, rows, rows, True)
-        assert np.isfinite(exact(call)[0]).all()
-        assert_close(runner(), call)
+        (attend,) = OPERATION.sample(small, rows, rows, True).arguments
+        assert np.isfinite(exact(attend)[0]).all()
+        assert_close(runner(), attend)
 
 
 def test_rows_that_do_not_hold_are_never_read():
     """Behind the context lies what was rejected, or nothing that was ever written: here it is NaN."""
     for shape in (TINY, replace(TINY, window=40), replace(TINY, mode="tree"), replace(TINY, first=270)):
-        call = shape.call(dirt=float("nan"))
-        assert_close(runner(), call)
+        attend = shape.attend(dirt=float("nan"))
+        assert_close(runner(), attend)
 
 
 def test_a_context_may_be_empty_or_missing():
     """The first block of a prompt has no context; its splits then have nothing to add."""
-    empty = replace(TINY, first=0, stop=0).call()
+    empty = replace(TINY, first=0, stop=0).attend()
     assert_close(runner(), empty)
-    queries, _, keys, values = empty.arguments
-    missing = replace(empty, arguments=(queries, None, keys, values))
-    missing.options["sight"] = Sight()
+    missing = replace(empty, segment=None, sight=Sight())
     assert_close(runner(), missing)
-    same_bits(*(OPERATION.launch(runner(), *call.arguments, **call.options)[0] for call in (empty, missing)), "none")
+    same_bits(*(OPERATION.launch(runner(), attend)[0] for attend in (empty, missing)), "none")
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_one_strided_part_is_read_with_its_strides(part: str):
     """The kernel has a body for columns that are next to each other; the other part's alone must not choose it."""
-    queries, segment, *block = TINY.call().arguments
-    wide = getattr(segment, part)
+    attend = TINY.attend()
+    wide = getattr(attend.segment, part)
     strided = mx.stack([wide, mx.zeros_like(wide)], axis=-1).reshape(*wide.shape[:-1], -1)[..., ::2]
-    call = replace(TINY.call(), arguments=(queries, replace(segment, **{part: strided}), *block))
-    assert_close(runner(), call)
+    assert_close(runner(), replace(attend, segment=replace(attend.segment, **{part: strided})))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_more_query_rows_than_a_threadgroup_has_room_for(dtype: mx.Dtype):
     """Heads of 256 fill its memory with 2 or 4 tiles of query rows; 9 tiles are several threadgroups."""
-    call = Shape(dtype, 256, heads=4, kv_heads=1, rows=17, capacity=40).call()
-    assert_close(runner(), call)
-    check_first_rows(OPERATION, call, [3])
+    attend = Shape(dtype, 256, heads=4, kv_heads=1, rows=17, capacity=40).attend()
+    assert_close(runner(), attend)
+    check_first_rows(OPERATION, Call((attend,)), [3])
 
 
 def test_sequences_of_a_batch_have_contexts_of_their_own():
-    assert_close(runner(), _strided(replace(TINY, heads=4, kv_heads=2, batch=2).call()))
+    assert_close(runner(), _strided(replace(TINY, heads=4, kv_heads=2, batch=2).attend()))
 
 
 @pytest.mark.parametrize("counts", ["column", "broadcast"])
 def test_counts_on_the_device_may_be_views(counts: str):
     """A column of a table, or one length for all: read as if in one piece, a sequence would have another's length."""
-    call = replace(TINY, heads=4, kv_heads=2, batch=2, first=0, stop=270).call(dirt=0.0)
-    queries, segment, keys, values = call.arguments
+    attend = replace(TINY, heads=4, kv_heads=2, batch=2, first=0, stop=270).attend(dirt=0.0)
     table = mx.array([[270, 5, 270, 9], [31, 2, 31, 9]], mx.int32)
     first, stop, position = table[:, 1], table[:, 0], table[:, 2]
     if counts == "broadcast":
         first, stop, position = (mx.broadcast_to(mx.array([n], mx.int32), (2,)) for n in (5, 31, 31))
-    held = Segment(*segment_arrays(segment), stop, first)
-    call.options["sight"] = Sight("causal", None, position)
-    assert_close(runner(), replace(call, arguments=(queries, held, keys, values)))
+    held = Segment(*segment_arrays(attend.segment), stop, first)
+    assert_close(runner(), replace(attend, segment=held, sight=Sight("causal", None, position)))
 
 
 def test_ancestors_may_be_a_view():
     """Every other column of a wider table, for two sequences with trees of their own."""
-    call = replace(TINY, mode="tree", rows=5, stop=20, batch=2).call()
-    sight = call.options["sight"]
+    attend = replace(TINY, mode="tree", rows=5, stop=20, batch=2).attend()
     chain = mx.array([[(2 << row) - 1 for row in range(5)]], mx.uint32)
-    trees = mx.concatenate([sight.ancestors[:1], chain])
+    trees = mx.concatenate([attend.sight.ancestors[:1], chain])
     view = mx.stack([trees, mx.zeros_like(trees)], axis=-1).reshape(2, 10)[:, ::2]
-    call.options["sight"] = replace(sight, ancestors=view)
-    assert_close(runner(), call)
+    assert_close(runner(), replace(attend, sight=replace(attend.sight, ancestors=view)))
 
 
 def test_a_block_may_bring_older_rows_of_its_own():
     """A small second segment may hold the newest rows of the context, so that the large one is not written."""
-    whole(clean(replace(TINY, own=7).call()))
-    whole(clean(replace(TINY, own=7, window=6, stop=290).call()))
+    whole(clean(replace(TINY, own=7).attend()))
+    whole(clean(replace(TINY, own=7, window=6, stop=290).attend()))
 
 
 @pytest.mark.parametrize("shape", TEMPLATES, ids=IDS)
 def test_a_row_has_the_same_bits_however_many_rows_are_beside_it(shape: Shape):
     """Else a block would verify other tokens than a shorter one, and greedy text depend on the block size."""
-    call = replace(shape, rows=17, stop=300, capacity=320).call()
-    check_first_rows(OPERATION, call, [1, 2, 5, 8, 16])
+    attend = replace(shape, rows=17, stop=300, capacity=320).attend()
+    check_first_rows(OPERATION, Call((attend,)), [1, 2, 5, 8, 16])
 
 
 def test_growing_a_buffer_changes_no_bits():
     """Splits have a fixed number of rows up to 8192, so the same context in a larger buffer gives the same bits."""
-    call = replace(TINY, capacity=8192, stop=300).call()
-    queries, segment, *block = call.arguments
-    results = []
+    attend = replace(TINY, capacity=8192, stop=300).attend()
+    segment, results = attend.segment, []
     for capacity in (320, 1024, 8192):
         parts = (part[:, :, :capacity] for part in segment_arrays(segment))
         held = Segment(*parts, segment.stop, segment.first)
-        results.append(OPERATION.launch(runner(), queries, held, *block, **call.options)[0])
+        results.append(OPERATION.launch(runner(), replace(attend, segment=held))[0])
     same_bits(results[0], results[1], "320 and 1024")
     same_bits(results[0], results[2], "320 and 8192")
 
 
 def test_a_row_that_is_not_finite_spoils_no_other():
     """A draft of NaN is rejected row by row, so its neighbours have to stay what they are."""
-    call = TINY.call()
-    queries, *rest = call.arguments
-    bad = mx.where(mx.arange(3)[:, None] == 1, mx.nan, queries)
-    good, spoiled = (OPERATION.launch(runner(), q, *rest, **call.options)[0] for q in (queries, bad))
+    attend = TINY.attend()
+    bad = replace(attend, queries=mx.where(mx.arange(3)[:, None] == 1, mx.nan, attend.queries))
+    good, spoiled = (OPERATION.launch(runner(), one)[0] for one in (attend, bad))
     assert mx.isnan(spoiled[0, 1]).all().item()
     same_bits(good[:, ::2], spoiled[:, ::2], "rows 0 and 2")
 
@@ -306,8 +291,8 @@ def test_a_row_that_is_not_finite_spoils_no_other():
 def test_keys_and_values_are_read_once_for_all_heads_that_share_them(shape: Shape):
     """As often as the contract says: once for every 8 * TILES packed rows, and nothing that no row sees."""
     for rows in (2, 16):
-        check_bytes(OPERATION, replace(shape, rows=rows, stop=300, capacity=320).call())
-    parts, _ = check_bytes(OPERATION, replace(shape, rows=1, stop=300, capacity=320).call())
+        check_bytes(OPERATION, Call((replace(shape, rows=rows, stop=300, capacity=320).attend(),)))
+    parts, _ = check_bytes(OPERATION, Call((replace(shape, rows=1, stop=300, capacity=320).attend(),)))
     seen = 300 if shape.window is None else shape.window - 1
     assert parts.fetched["k0"] == seen * shape.kv_heads * shape.dim * shape.dtype.size
 
@@ -317,23 +302,22 @@ def test_keys_and_values_are_read_once_for_all_heads_that_share_them(shape: Shap
 @pytest.mark.parametrize("mode", ["full", "causal"])
 def test_the_reference_is_the_attention_that_it_replaces(mode: str, window: int | None, dtype: mx.Dtype):
     """Bit for bit, with lengths on the host, with lengths on the device, and over rows that are in one piece."""
-    call = Shape(dtype, mode=mode, window=window, rows=5, first=2).call(dirt=0.0)
-    queries, segment, keys, values = call.arguments
+    attend = Shape(dtype, mode=mode, window=window, rows=5, first=2).attend(dirt=0.0)
     joined = [
         mx.concatenate([part[:, :, 2:35], own], axis=2)
-        for part, own in zip(segment_arrays(segment), (keys, values), strict=True)
+        for part, own in zip(segment_arrays(attend.segment), (attend.keys, attend.values), strict=True)
     ]
     query, key = mx.arange(33, 38)[:, None], mx.arange(38)[None]
     mask = query >= key if mode == "causal" else mx.ones((5, 38), dtype=mx.bool_)
     if window is not None:
         mask = mask & (query - key < window)
-    stock = mx.fast.scaled_dot_product_attention(queries, *joined, scale=0.125, mask=mask)
+    stock = mx.fast.scaled_dot_product_attention(attend.queries, *joined, scale=0.125, mask=mask)
     stock = stock.transpose(0, 2, 1, 3).reshape(1, 5, -1)
-    host = Segment(*segment_arrays(segment), 35, 2)
+    host = replace(attend, segment=Segment(*segment_arrays(attend.segment), 35, 2), sight=Sight(mode, window))
     for name, (got,) in {
-        "host": reference(queries, host, keys, values, scale=0.125, sight=Sight(mode, window)),
-        "device": reference(*call.arguments, **call.options),
-        "one piece": reference(queries, host, keys, values, scale=0.125, joined=lambda: (*joined, mask)),
+        "host": reference(host),
+        "device": reference(attend),
+        "one piece": reference(replace(host, joined=lambda: (*joined, mask))),
     }.items():
         same_bits(got, stock, name)
 
@@ -344,29 +328,27 @@ def test_races_are_run_against_what_would_run_instead(mode: str, window: int | N
     """Against an attention that copies or masks a whole buffer, the kernel would win where it loses to MLX."""
     sizes = case_of(mx.float32, 64, 4, 2, 0, mode=mode, window=window).sizes
     small = Case("sdpa_rows", "float32", tuple((name, 96 if name == "capacity" else size) for name, size in sizes))
-    call = OPERATION.sample(small, 8, 1, False)
-    queries, segment, *_ = call.arguments
-    stop = at(segment.stop, 0)
-    block = [part[:, :, stop : stop + 8] for part in segment_arrays(segment)]
-    call = replace(call, arguments=(queries, segment, *block))
+    (attend,) = OPERATION.sample(small, 8, 1, False).arguments
+    stop = at(attend.segment.stop, 0)
+    keys, values = (part[:, :, stop : stop + 8] for part in segment_arrays(attend.segment))
+    attend = replace(attend, keys=keys, values=values)
     assert OPERATION.stock is not None
-    (raced,), (wanted,) = (run(*call.arguments, **call.options) for run in (OPERATION.stock, OPERATION.reference))
+    (raced,), (wanted,) = (run(attend) for run in (OPERATION.stock, OPERATION.reference))
     same_bits(raced, wanted, mode)
 
 
 def test_what_the_kernel_does_not_take_is_said():
     shape = Shape()
-    assert why_not(*shape.call().arguments, scale=1.0) is None
+    assert why_not(shape.attend()) is None
     for change, words in (
         (replace(shape, rows=33), "33 rows"),
         (replace(shape, dim=80), "heads of 80"),
         (replace(shape, heads=5), "5 heads"),
         (replace(shape, mode="tree", own=40), "40 rows of a tree"),
     ):
-        call = change.call()
-        assert words in str(why_not(*call.arguments, **call.options))
-    queries, segment, keys, values = shape.call().arguments
-    assert "one type" in str(why_not(queries.astype(mx.float16), segment, keys, values, scale=1.0))
+        assert words in str(why_not(change.attend()))
+    attend = shape.attend()
+    assert "one type" in str(why_not(replace(attend, queries=attend.queries.astype(mx.float16))))
 
 
 def test_a_sight_that_means_nothing_is_refused():

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.kernels.choice import Kernels
 from dflash_mlx.kernels.operation import WIDEST, Case
-from dflash_mlx.kernels.sdpa_rows import OPERATION, Segment, Sight, cases_of
+from dflash_mlx.kernels.sdpa_rows import OPERATION, Attend, Segment, Sight, cases_of
 
 _SEPARATE = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
 _GATED = (qwen3_next.Qwen3NextAttention,)  # Qwen3.5's too
@@ -44,13 +44,13 @@ class RowsAttention(nn.Module):
         queries, keys, values, gate = self._projected(x)
         queries, keys = module.rope(queries, offset=before), module.rope(keys, offset=before)
         held = cache.update_and_fetch(keys, values)  # first: an older buffer in use would have it copied
-        (out,) = self._kernels.run(
-            OPERATION,
+        attend = Attend(
             *(queries, Segment(cache.keys, cache.values, before), keys, values),
             scale=module.scale,
             sight=_EVERYTHING if mask is None else _CAUSAL,
             joined=lambda: (*held, mask),
         )
+        (out,) = self._kernels.run(OPERATION, attend)
         return module.o_proj(out if gate is None else out * mx.sigmoid(gate))
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
