@@ -128,7 +128,7 @@ def measure(operation: Operation) -> list[dict[str, Any]]:
 
 def _of_every_class(case: Case) -> list[Case]:
     """The case, where it is of one class of rows as one of each."""
-    sizes = dict(case.sizes)
+    sizes = case.size
     if "rows" not in sizes:
         return [case]
     return [replace(case, sizes=tuple({**sizes, "rows": most}.items())) for most in CLASSES]
@@ -141,7 +141,7 @@ def _measured(operation: Operation, case: Case) -> list[dict[str, Any]]:
         {
             "operation": operation.name,
             "rows": rows,
-            "checked": {"dtype": case.dtype, **dict(case.sizes)},
+            "checked": {"dtype": case.dtype, **case.size},
             "wrong": wrong,
             "counted": counted(operation, SMALL[operation.name], rows),
             "timed": timed(operation, case, rows) if metal and wrong is None else None,
@@ -169,7 +169,7 @@ def counted(operation: Operation, case: Case, rows: int) -> dict[str, Any] | Non
     floor = operation.floor(*call.arguments, **call.options)
     fetched = _added(counts.fetched for counts in run.counts)
     return {
-        "sizes": dict(case.sizes),
+        "sizes": case.size,
         "fetched": fetched,
         "floor": floor,
         "times_floor": sum(fetched.values()) / sum(floor.values()),
@@ -207,7 +207,7 @@ def timed(operation: Operation, case: Case, rows: int) -> dict[str, Any]:
             times[name].append((time.perf_counter() - started) / steps * 1e6)
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "sizes": dict(case.sizes),
+        "sizes": case.size,
         "operand_bytes": sum(array.nbytes for array in arrays_of(calls[0])),
         "copies": len(calls),
         "us": median,

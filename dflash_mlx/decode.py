@@ -87,15 +87,7 @@ def decode(
             s.stats.rechecked += again
             verdict = verdict.truncate(remaining, stop)
             made = len(verdict.tokens)
-            now = s.timings.clock()
-            s.schedule.record(
-                drafted=len(step.proposal),
-                accepted=None if again or verdict.uncertain else verdict.accepted,
-                emitted=made,
-                seconds=now - read_at,
-                position=s.position,
-            )
-            read_at = now
+            read_at = _record(s, step, None if again or verdict.uncertain else verdict.accepted, made, read_at)
             finish = _finish(verdict, remaining, stop)
             if ahead is None:
                 s.keep(forward, made, verdict.tokens, undelivered=made, drafter=s.drafter if drafted else None)
@@ -107,6 +99,15 @@ def decode(
             commit = _commit(s, step.proposal, verdict, finish)
     finally:  # an exception, an interrupt, or a caller who stopped: nothing half-written stays
         s.undo()
+
+
+def _record(s: Session, step: _Step, accepted: int | None, made: int, since: float) -> float:
+    """Tell the schedule of a cycle, which began when the one before it was read, at `since`; returns the time now."""
+    now = s.timings.clock()
+    s.schedule.record(
+        drafted=len(step.proposal), accepted=accepted, emitted=made, seconds=now - since, position=s.position
+    )
+    return now
 
 
 def _housekeeping(s: Session, emitted: int) -> None:

@@ -129,7 +129,7 @@ def kernels(wish: str, gate: Gate | None = None) -> dict[str, Any]:
         if rule is None and None not in reasons.values():
             rule = next(iter(reasons.values()), UNRACED_HERE)
         races = [
-            {"dtype": case.dtype, **dict(case.sizes), "reason": reasons[case], "speedups": dict(verdict.speedups)}
+            {"dtype": case.dtype, **case.size, "reason": reasons[case], "speedups": dict(verdict.speedups)}
             for case, verdict in raced.items()
         ]
         operations.append({"name": name, "uses": "stock" if rule else "kernel", "reason": rule, "races": races})

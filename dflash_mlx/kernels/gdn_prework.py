@@ -135,7 +135,7 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
 
     hard: large and tiny activations, gates far on either side, a head of zeros.
     """
-    size, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    size, dtype = case.size, case.type
     key_heads, heads, width = size["Hk"], size["Hv"], size["W"]
     channels = 2 * key_heads * size["Dk"] + heads * size["Dv"]
     keys = iter(mx.random.split(mx.random.key(seed), 8))

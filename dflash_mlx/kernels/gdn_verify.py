@@ -154,7 +154,7 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
 
     hard: keys that repeat, decays next to 0 and 1, gates of 0 and 1, a large state.
     """
-    size, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    size, dtype = case.size, case.type
     keys = iter(mx.random.split(mx.random.key(seed), 12))
 
     def normal(*shape: int) -> mx.array:

@@ -270,7 +270,7 @@ def case(best: Best) -> Case:
 
 
 def widths(case: Case) -> tuple[int, int]:
-    return CLASSES.ends(dict(case.sizes)["rows"])
+    return CLASSES.ends(case.size["rows"])
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
@@ -278,7 +278,7 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
 
     Where they are not hard, all are small whole numbers: sums in any order have the same bits, so ids can be compared.
     """
-    size, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    size, dtype = case.size, case.type
     vocab, width, bits, group = size["vocab"], size["hidden"], size["bits"], size["group"]
     keys = mx.random.split(mx.random.key(seed), 5)
     distinct = min(vocab, 7) if hard else vocab

@@ -100,10 +100,23 @@ class Case:
     dtype: str  # "float16", "bfloat16", "float32"
     sizes: tuple[tuple[str, int], ...]
 
+    @property
+    def size(self) -> dict[str, int]:
+        """The sizes by name."""
+        return dict(self.sizes)
+
+    @property
+    def type(self) -> mx.Dtype:
+        """What `dtype` names."""
+        return _TYPES[self.dtype]
+
 
 def name_of(dtype: mx.Dtype) -> str:
     """As a case has it: "bfloat16"."""
     return str(dtype).removeprefix("mlx.core.")
+
+
+_TYPES = {name_of(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint32)}
 
 
 @dataclass(frozen=True)

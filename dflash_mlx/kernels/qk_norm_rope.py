@@ -186,7 +186,7 @@ def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
 
     hard: values of very different size, heads of zeros, positions that repeat.
     """
-    size, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    size, dtype = case.size, case.type
     dim, rotary = size["dim"], size["rotary"]
     keys = iter(mx.random.split(mx.random.key(seed), 8))
 

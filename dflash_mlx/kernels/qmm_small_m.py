@@ -160,18 +160,18 @@ def races_of(weight: mx.array, dtype: mx.Dtype, group_size: int, bits: int) -> l
 
 
 def widths(case: Case) -> tuple[int, int]:
-    sizes = dict(case.sizes)
+    sizes = case.size
     return CLASSES[sizes["bits"]].ends(sizes["rows"])
 
 
 def newest(case: Case) -> int | None:
     """M2: with affine weights MLX reads them once per row there, and from M3 on once for a few rows."""
-    return 14 if dict(case.sizes)["rows"] < 8 else None
+    return 14 if case.size["rows"] < 8 else None
 
 
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
     """Normal activations and weights; hard: rows of very different size, one of zeros, one constant, and outliers."""
-    sizes, dtype = dict(case.sizes), getattr(mx, case.dtype)
+    sizes, dtype = case.size, case.type
     keys = mx.random.split(mx.random.key(seed), 3)
     weight = mx.random.normal((sizes["n"], sizes["k"]), key=keys[0]) * sizes["k"] ** -0.5
     x = mx.random.normal((1, rows, sizes["k"]), key=keys[1])

@@ -19,7 +19,7 @@ from dflash_mlx.kernels.race import Scope, Verdict, judge
 
 
 def plain_case(case: Case) -> list[Any]:
-    return [case.operation, case.dtype, dict(case.sizes)]
+    return [case.operation, case.dtype, case.size]
 
 
 def case_of(plain: Sequence[Any]) -> Case:

@@ -356,8 +356,7 @@ def _capacities(window: int | None) -> tuple[int, ...]:
 def sample(case: Case, rows: int, seed: int, hard: bool) -> Call:
     """Normal numbers, a segment that is nearly full; hard: scores of hundreds, equal keys, values of very different
     size, and half of the segment not to be seen."""
-    sizes = dict(case.sizes)
-    dtype: mx.Dtype = getattr(mx, case.dtype)
+    sizes, dtype = case.size, case.type
     dim, capacity = sizes["head_dim"], sizes["capacity"]
     random = iter(mx.random.split(mx.random.key(seed), 5))
 

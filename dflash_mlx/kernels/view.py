@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
@@ -118,11 +118,19 @@ class _Copy:
         return type(value)(self._of(item) for item in value)
 
 
+@runtime_checkable
+class HasCases(Protocol):
+    """A module of ours that calls operations."""
+
+    def cases(self) -> list[Case]:
+        """What it wants raced."""
+        ...
+
+
 def survey(part: nn.Module) -> list[Case]:
-    """The cases that the modules below want raced, each once: of those that have a method `cases`."""
+    """The cases that the modules below want raced, each once."""
     found: dict[Case, None] = {}
     for module in part.modules():
-        cases = getattr(type(module), "cases", None)
-        if cases is not None:
-            found.update(dict.fromkeys(cases(module)))
+        if isinstance(module, HasCases):
+            found.update(dict.fromkeys(module.cases()))
     return list(found)

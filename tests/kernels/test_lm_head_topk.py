@@ -28,14 +28,14 @@ def sample_of(
     *,
     layout: tuple[int, int] = (4, 32),
     dtype: str = "float32",
-    mask: bool = False,
-    cap: bool = False,
-    lse: bool = False,
     hard: bool = False,
     seed: int = 0,
+    **parts: bool,
 ) -> Best:
+    """`parts`: which of mask, cap and lse it has."""
     bits, group = layout
-    sizes = dict(vocab=vocab, hidden=width, bits=bits, group=group, k=k, mask=mask, cap=cap, lse=lse, rows=16)
+    sizes = dict(vocab=vocab, hidden=width, bits=bits, group=group, k=k, mask=False, cap=False, lse=False) | parts
+    sizes["rows"] = 16
     case = Case("lm_head_topk", dtype, tuple((name, int(size)) for name, size in sizes.items()))
     (best,) = OPERATION.sample(case, rows, seed, hard).arguments
     if hard:
