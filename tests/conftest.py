@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_map_with_path
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
+from dflash_mlx import blas
 from dflash_mlx.accept import make_decider
 from dflash_mlx.blocksize import FixedBlock
 from dflash_mlx.cache import TargetCache
@@ -39,6 +40,14 @@ def races_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         folder = tmp_path_factory.mktemp("races")
         patch.setattr(gate, "default_cache_dir", lambda: folder)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_blas():
+    """What a module bound is not left to the next one in the process: with another BLAS the bits are others."""
+    yield
+    if blas.status().active:
+        blas.release()
 
 
 @pytest.fixture(scope="session")
