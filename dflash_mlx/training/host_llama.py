@@ -11,7 +11,7 @@ Layer order and arithmetic: mlx_lm.models.llama.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -54,7 +54,7 @@ class HostLlama:
         self._keys: list[np.ndarray] = []  # per layer [B, kv heads, capacity, size]
         self._values: list[np.ndarray] = []
         self._turns = np.empty(0)
-        self._length = 0
+        self._length = 0  # positions that are held
 
     @staticmethod
     def serves(model: nn.Module) -> bool:
@@ -75,13 +75,29 @@ class HostLlama:
         )
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
-        shape = (len(ids), self._kv_heads, capacity, self._size)
-        self._keys = [np.empty(shape, np.float32) for _ in self._layers]
-        self._values = [np.empty(shape, np.float32) for _ in self._layers]
         angles = np.outer(np.arange(capacity), self._frequencies)
         self._turns = np.exp(1j * angles).astype(np.complex64)  # [capacity, size / 2]
+        # A template opens every prompt alike: what all rows begin with is read once.
+        differ = (ids != ids[:1]).any(axis=0)
+        same = min(int(differ.argmax()) if differ.any() else ids.shape[1], ids.shape[1] - 1)
         self._length = 0
-        return self._read(ids)
+        self._make_room(1, same)
+        opening = self._read(ids[:1, :same]) if same else None
+        shared = (self._keys, self._values)
+        self._make_room(len(ids), capacity)
+        for held, once in zip((self._keys, self._values), shared, strict=True):
+            for array, part in zip(held, once, strict=True):
+                array[:, :, :same] = part
+        rest = self._read(ids[:, same:])
+        if opening is None or opening.features is None or rest.features is None:
+            return rest
+        repeated = np.repeat(opening.features, len(ids), axis=0)
+        return replace(rest, features=np.concatenate([repeated, rest.features], axis=1))
+
+    def _make_room(self, batch: int, capacity: int) -> None:
+        shape = (batch, self._kv_heads, capacity, self._size)
+        self._keys = [np.empty(shape, np.float32) for _ in self._layers]
+        self._values = [np.empty(shape, np.float32) for _ in self._layers]
 
     def extend(self, ids: np.ndarray) -> Rows:
         return self._read(ids[:, None])
@@ -161,9 +177,15 @@ def _rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def _swiglu(gate_up: np.ndarray) -> np.ndarray:
     """[R, 2 * I] -> [R, I]: silu(gate) * up."""
-    gate, up = np.split(gate_up, 2, axis=-1)
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[:, :half], gate_up[:, half:]
+    out = np.negative(gate)
     with np.errstate(over="ignore"):  # exp(-gate) = inf gives 0, as it should
-        return gate / (1 + np.exp(-gate)) * up
+        np.exp(out, out=out)
+    out += 1
+    np.divide(gate, out, out=out)
+    out *= up
+    return out
 
 
 def _turn(x: np.ndarray, turns: np.ndarray) -> np.ndarray:
