@@ -1,7 +1,7 @@
 """Batches of samples, and decoding one.
 
-All rows of a batch are at the same position. Prompts need not be equally long for that: the shortest are read at once, and
-a longer one goes on reading its own tokens while the others answer already. A row that has ended is taken out.
+All rows of a batch are at the same position. Prompts need not be equally long for that: the shortest are read at once,
+and a longer one goes on reading its own tokens while the others answer already. A row that has ended is taken out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Answer:
 
 
 def samples(prompts: Sequence[Prompt], count: int) -> list[Sample]:
-    """`count` answers of each prompt; of a held-out one only the greedy one. All first ones of neighbours come together."""
+    """`count` answers of each prompt, of a held-out one only the greedy one."""
     return [Sample(prompt, n) for prompt in prompts for n in range(1 if prompt.held_out else count)]
 
 

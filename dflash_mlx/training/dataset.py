@@ -5,8 +5,8 @@
     soft-16/00042.safetensors           the target's distributions, their 16 likeliest tokens
     features-1-8-14/00042.safetensors   outputs of these layers of the target
 
-`Shard` says what is in them. Only manifest and tokens matter: the rest can be computed again from them, is too large for a
-repository and may be missing or deleted.
+`Shard` says what is in them. Only manifest and tokens matter: the rest can be computed again from them, is too large
+for a repository and may be missing or deleted.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DatasetError(DFlashError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples of one batch. Arrays over samples [n]: offsets [n + 1] into `tokens`; prompt_lengths; prompts (keys of the
-    prompts), numbers (0 greedy, others drawn), held_out, stopped, and categories, topics as text.
+    """Samples of one batch. Arrays over samples [n]: offsets [n + 1] into `tokens`; prompt_lengths; prompts (keys of
+    the prompts), numbers (0 greedy, others drawn), held_out, stopped, and categories, topics as text.
 
     tokens: [all] uint16 or uint32, prompt and response of each sample.
     top_ids, top_logprobs: [all response tokens, k] uint16 or uint32, and float16: the distribution that each response
@@ -106,11 +106,13 @@ class Dataset:
                 f"{folder} has no manifest.json, so it is no data set. Give a folder that was generated."
             ) from None
         except ValueError as error:
-            raise DatasetError(f"{path} cannot be read ({error}). Restore it, or generate into another folder.") from error
+            raise DatasetError(
+                f"{path} cannot be read ({error}). Restore it, or generate into another folder."
+            ) from error
         if manifest.get("format") != FORMAT:
             raise DatasetError(
-                f"{path} has format {manifest.get('format')}, and this version reads {FORMAT}. Generate it again, or use "
-                "the version that it was made with."
+                f"{path} has format {manifest.get('format')}, and this version reads {FORMAT}. Generate it again, or "
+                "use the version that it was made with."
             )
         return cls(folder, manifest)
 
@@ -127,8 +129,9 @@ class Dataset:
             found = cls.open(folder)
             if found.manifest != wanted:
                 raise DatasetError(
-                    f"{folder} holds a data set that was made otherwise ({_difference(found.manifest, wanted)}). Two kinds "
-                    "in one folder could not be told apart. Use the same settings to continue it, or another folder."
+                    f"{folder} holds a data set that was made otherwise: {_difference(found.manifest, wanted)}. Two "
+                    "kinds in one folder could not be told apart. Use the same settings to continue it, or another "
+                    "folder."
                 )
             return found
         (folder / _TOKENS).mkdir(parents=True, exist_ok=True)
@@ -228,4 +231,6 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         with safe_open(path, "numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except Exception as error:  # SafetensorError, OSError
-        raise DatasetError(f"{path} is damaged ({error}). Delete it, and generate again: only it is made anew.") from error
+        raise DatasetError(
+            f"{path} is damaged ({error}). Delete it, and generate again: only it is made anew."
+        ) from error

@@ -45,42 +45,38 @@ class Decoder(Protocol):
 
 
 class MlxDecoder:
-    """Any target with an adapter, in the dtype and on the device that it was loaded for."""
+    """Any target with an adapter, in the dtype and on the device that it was loaded for, with mlx_lm's caches."""
 
     def __init__(self, target: Target, taps: Sequence[int] = ()) -> None:
+        """taps: indices of layers whose output is returned as features."""
         self._target = target
         self._taps = tuple(taps)
-        self._cache: TargetCache | None = None
-        self._entries: list[Any] = []
+        self._cache = TargetCache([], 0)
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
-        self._entries = self._target.make_entries()
+        self._cache = TargetCache(self._target.make_entries(), 0)
         return self._read(mx.array(ids))
 
     def extend(self, ids: np.ndarray) -> Rows:
         return self._read(mx.array(ids)[:, None])
 
     def keep(self, rows: Sequence[int]) -> None:
-        chosen = mx.array(list(rows))
-        for entry in self._entries:
-            if entry.empty():
-                continue
+        entries, chosen = self._cache.entries, mx.array(list(rows))
+        for entry in entries:
             entry.state = tree_map(lambda part: part[chosen] if _has_rows(part) else part, entry.state)
-        mx.eval([entry.state for entry in self._entries])
+        self._cache = TargetCache(entries, self._cache.length)
+        self._cache.evaluate()
 
     def _read(self, ids: mx.array) -> Rows:
-        forward = self._target.forward(ids, _Entries(self._entries), self._taps)  # type: ignore[arg-type]
+        width = ids.shape[1]
+        self._cache.begin(width)
+        forward = self._target.forward(ids, self._cache, self._taps)
+        self._cache.commit(width)
         logits = self._target.logits(forward.hidden[:, -1:])[:, 0].astype(mx.float32)
         features = None if forward.features is None else forward.features.astype(mx.float16)
-        mx.eval(logits, features, [entry.state for entry in self._entries])
+        mx.eval(logits, features)
+        self._cache.evaluate()
         return Rows(np.array(logits), None if features is None else np.array(features))
-
-
-@dataclass
-class _Entries:
-    """What adapters read of a TargetCache; nothing here is ever taken back."""
-
-    entries: list[Any]
 
 
 def _has_rows(part: Any) -> bool:

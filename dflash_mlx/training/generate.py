@@ -179,9 +179,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--min-p", type=float, default=default.min_p)
     made.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of an answer")
     made.add_argument("--batch", type=int, default=default.batch, help=f"rows together (default {default.batch})")
-    made.add_argument("--top", type=int, default=default.top, help="likeliest tokens kept of each distribution; 0: none")
+    made.add_argument(
+        "--top", type=int, default=default.top, help="likeliest tokens kept of each distribution; 0: none"
+    )
     made.add_argument("--features", default="", metavar="LAYERS", help="store outputs of these layers, as in 1,8,14")
-    made.add_argument("--part", default="1/1", metavar="K/N", help="make every N-th shard only, beginning with the K-th")
+    made.add_argument(
+        "--part", default="1/1", metavar="K/N", help="make every N-th shard only, beginning with the K-th"
+    )
     made.add_argument("--threads", type=int, default=1, help="of the CPU's matrix products (default 1)")
     return made
 
@@ -217,9 +221,7 @@ def _run(args: argparse.Namespace, settings: Settings, part: tuple[int, int]) ->
     prompts = read_prompts(args.prompts, args.count, settings.seed)
     say(f"{len(prompts)} prompts, {sum(prompt.held_out for prompt in prompts)} of them held out")
     target = identity(args.target, args.revision, model)
-    generate(
-        model, tokenizer, prompts, args.out, settings, target=target, source=args.prompts, part=part, tell=say
-    )
+    generate(model, tokenizer, prompts, args.out, settings, target=target, source=args.prompts, part=part, tell=say)
     print(args.out)
     return 0
 

@@ -27,7 +27,7 @@ def identity(name: str, revision: str | None, model: nn.Module) -> dict[str, Any
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 over names, shapes and the first rows of all parameters: another model or another fine-tune differs."""
     digest = hashlib.sha256()
-    for name, value in sorted(tree_flatten(model.parameters())):
+    for name, value in sorted(_parameters(model), key=lambda pair: pair[0]):
         rows = value[:_ROWS] if value.ndim else value
         rows = rows.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else rows
         digest.update(f"{name} {value.shape} {value.dtype}\n".encode())
@@ -36,5 +36,9 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _dtype(model: nn.Module) -> str:
-    floating = [v.dtype for _, v in tree_flatten(model.parameters()) if mx.issubdtype(v.dtype, mx.floating)]
+    floating = [value.dtype for _, value in _parameters(model) if mx.issubdtype(value.dtype, mx.floating)]
     return str(floating[0]).removeprefix("mlx.core.")
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())  # type: ignore[return-value]

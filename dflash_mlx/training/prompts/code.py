@@ -41,7 +41,21 @@ _PHRASINGS = (
     "Complete this task in {l}: {b}.",
     "I am learning {l}. Write a function that {t} and comment every line.",
 )
-_OTHERS = ("JavaScript", "JavaScript", "TypeScript", "Java", "C", "C++", "C#", "Go", "Rust", "Ruby", "PHP", "Kotlin", "Swift")
+_OTHERS = (
+    "JavaScript",
+    "JavaScript",
+    "TypeScript",
+    "Java",
+    "C",
+    "C++",
+    "C#",
+    "Go",
+    "Rust",
+    "Ruby",
+    "PHP",
+    "Kotlin",
+    "Swift",
+)
 _CLASS = (
     "Write a Python class {name} with {has}. Its methods: {does}.",
     "Define a class {name} in Python. Attributes: {has}. Methods: {does}.",
@@ -69,9 +83,7 @@ _WEB = (
     "How do I make {t} in HTML?",
     "Write a React component for {t}.",
 )
-_SECOND = re.compile(
-    r"and (adds|catches|compares|counts|greets|inserts|prints|returns|runs|shows|splits|warns)\b"
-)
+_SECOND = re.compile(r"and (adds|catches|compares|counts|greets|inserts|prints|returns|runs|shows|splits|warns)\b")
 
 
 def asked(rng: random.Random) -> Iterator[Asked]:
@@ -86,9 +98,9 @@ def asked(rng: random.Random) -> Iterator[Asked]:
 
 def _composed() -> list[Asked]:
     """(topic, task) of every operation with every collection that it makes sense for."""
-    items = tables.rows("code_items", "|")
+    items = tables.rows("code_items")
     tasks = []
-    for operation, kinds in tables.rows("code_composed", "|"):
+    for operation, kinds in tables.rows("code_composed"):
         for kind, collection in items:
             if kind in kinds.split():
                 tasks.append((operation, operation.format(c=collection)))
@@ -113,7 +125,7 @@ def _classes() -> list[tuple[str, str, str]]:
 
 
 def _sql(rng: random.Random, _: list[Asked]) -> Asked:
-    task, on = rng.choice(tables.rows("code_sql", "|"))
+    task, on = rng.choice(tables.rows("code_sql"))
     return f"sql {task}", rng.choice(_SQL).format(t=task, on=on)
 
 
@@ -128,7 +140,7 @@ def _web(rng: random.Random, _: list[Asked]) -> Asked:
 
 
 def base_form(task: str) -> str:
-    """"parses a string and adds a sign" -> "parse a string and add a sign"."""
+    """ "parses a string and adds a sign" -> "parse a string and add a sign"."""
     verb, _, rest = task.partition(" ")
     return f"{_base(verb)} {_SECOND.sub(lambda found: 'and ' + _base(found[1]), rest)}"
 

@@ -8,16 +8,6 @@ from collections.abc import Iterator
 from dflash_mlx.training.prompts import tables
 from dflash_mlx.training.prompts.code import Asked
 
-_NAMES = (
-    "Anna Ben Carla David Emma Frank Grace Henry Ivy Jack Lena Mario Nadia Omar Petra Quentin Rosa Sam Tara Umar Vera "
-    "Wen Yusuf Zoe Aisha Bruno Chen Diego Elif Farid"
-).split()
-_SURNAMES = "Miller Garcia Okafor Tanaka Novak Rossi Haddad Larsen Kim Silva Weber Dubois Kowalski Singh Murphy".split()
-_CITIES = "Lisbon Oslo Lagos Kyoto Lima Prague Toronto Naples Cairo Bergen Porto Hanoi Leeds Austin Malmo Graz".split()
-_THINGS = "apples books pens marbles cookies stickers coins balls cards flowers eggs stamps shells buttons cups".split()
-_JOBS = "nurse,carpenter,teacher,pilot,baker,lawyer,gardener,engineer,waiter,chemist,driver,painter".split(",")
-_PRODUCTS = "desk lamp,blue mug,tent,wool scarf,keyboard,garden chair,rice cooker,football,rucksack,clock".split(",")
-_MONTHS = "January February March April May June July August September October November December".split()
 _MATH = (
     "{q}",
     "{q}",
@@ -98,7 +88,7 @@ def _numbers(rng: random.Random) -> dict[str, str | int]:
     """Numbers that fit each other: {p} is divisible by {b}, {t} is more than {b} and {c} together, and so on."""
     b, c, x, y = rng.randint(2, 12), rng.randint(2, 9), rng.randint(2, 6), rng.randint(1, 5)
     step = rng.randint(2, 9)
-    n, m = rng.sample(_NAMES, 2)
+    n, m = rng.sample(tables.sections("fillers")["names"], 2)
     return {
         "a": rng.randint(13, 60),
         "b": b,
@@ -118,7 +108,7 @@ def _numbers(rng: random.Random) -> dict[str, str | int]:
         "v": 4 * c,
         "n": n,
         "m": m,
-        "i": rng.choice(_THINGS),
+        "i": rng.choice(tables.sections("fillers")["things"]),
     }
 
 
@@ -126,100 +116,43 @@ def as_json(rng: random.Random) -> Iterator[Asked]:
     while True:
         kind = rng.random()
         if kind < 0.5:
-            topic, keys, text = rng.choice(_RECORDS)
+            topic, keys, text = rng.choice(tables.rows("records"))
             yield f"record {topic}", rng.choice(_AS_JSON).format(keys=keys, text=_filled(rng, text))
         elif kind < 0.75:
-            topic, keys = rng.choice(_KINDS)
+            topic, keys = rng.choice(tables.rows("record_kinds"))
             chosen = rng.sample(keys.split(", "), rng.randint(3, len(keys.split(", "))))
             yield f"example {topic}", rng.choice(_EXAMPLE).format(kind=topic, keys=", ".join(chosen))
         else:
-            topic, head, row = rng.choice(_ROWS)
+            topic, head, row = rng.choice(tables.rows("record_rows"))
             lines = [head, *(_filled(rng, row) for _ in range(rng.randint(3, 4)))]
             yield f"rows {topic}", rng.choice(_TABLE).format(text="\n".join(lines))
 
 
 def _filled(rng: random.Random, text: str) -> str:
-    names = rng.sample(_NAMES, 2)
+    words = tables.sections("fillers")
+    names = rng.sample(words["names"], 2)
     return text.format(
         name=names[0],
         other=names[1],
-        last=rng.choice(_SURNAMES),
-        city=rng.choice(_CITIES),
-        job=rng.choice(_JOBS),
-        thing=rng.choice(_THINGS),
-        product=rng.choice(_PRODUCTS),
+        last=rng.choice(words["surnames"]),
+        city=rng.choice(words["cities"]),
+        job=rng.choice(words["jobs"]),
+        thing=rng.choice(words["things"]),
+        product=rng.choice(words["products"]),
         age=rng.randint(18, 79),
         few=rng.randint(2, 12),
         price=f"{rng.randint(3, 180)}.{rng.choice(('00', '50', '90', '95'))}",
         number=rng.randint(1000, 9999),
         day=rng.randint(1, 28),
-        month=rng.choice(_MONTHS),
+        month=rng.choice(words["months"]),
         hour=rng.randint(8, 20),
         year=rng.randint(1950, 2024),
         degrees=rng.randint(-5, 34),
     )
 
 
-# topic, keys, text
-_RECORDS = (
-    ("person", "name, age and city", "{name} {last} is {age} years old, lives in {city} and works as a {job}."),
-    ("two people", "names and jobs", "{name} is a {job} from {city}. Her neighbour {other} is {age} and retired."),
-    ("order", "order number, product and price", "Order {number}: {name} {last} bought a {product} for {price} euros."),
-    ("meeting", "date, time and place", "The meeting with {name} is on {day} {month} at {hour}:00 in {city}."),
-    ("concert", "artist, city and date", "The {last} Band plays in {city} on {day} {month}. Tickets cost {price} euros."),
-    ("book", "title, author and year", "'A House in {city}' by {name} {last} came out in {year} and has {number} pages."),
-    ("flight", "departure, arrival and time", "Flight {number} leaves {city} at {hour}:15 and lands two hours later."),
-    ("weather", "city, temperature and wind", "In {city} it is {degrees} degrees today, with a light wind from the west."),
-    ("invoice", "number, customer and amount", "Invoice {number} to {name} {last}, {city}: {price} euros, due {day} {month}."),
-    ("complaint", "product, problem and customer", "{name} {last} writes that the {product} arrived broken on {day} {month}."),
-    ("contact", "name, phone and email", "Call {name} {last} at 555-{number} or write to {name}@example.com."),
-    ("shop", "items and quantities", "Please buy {few} {thing}, two litres of milk and a {product}."),
-    ("team", "names and roles", "{name} leads the team, {other} writes the software and a {job} tests it."),
-    ("recipe", "ingredients and amounts", "Mix {few} eggs with 200 g of flour and half a litre of milk, and add a pinch of salt."),
-    ("rental", "rooms, price and city", "Flat in {city}: {few} rooms, balcony, {number} dollars a month, free from {month}."),
-    ("race", "name, place and time", "{name} {last} from {city} came third in the race; it took {age} minutes."),
-    ("pet", "name, species and age", "Our dog {name} is {few} years old and likes to chase {thing}."),
-    ("appointment", "patient, date and doctor", "{name} has to see Dr {last} on {day} {month} at {hour}:30."),
-    ("sensor", "sensor id, value and unit", "Sensor {number} reported {degrees} degrees at {hour}:05; the battery is at {age} percent."),
-    ("museum", "place, opening hours and price", "The museum in {city} opens at {few} and costs {price} euros; closed in {month}."),
-)
-_KINDS = (
-    ("user account", "id, name, email, created, active, roles"),
-    ("blog post", "title, author, date, tags, body"),
-    ("movie", "title, director, year, rating, genres"),
-    ("car", "make, model, year, colour, mileage"),
-    ("recipe", "name, servings, ingredients, steps, minutes"),
-    ("weather forecast", "city, day, high, low, rain"),
-    ("shopping cart", "items, quantity, price, total, currency"),
-    ("playlist", "name, songs, length, owner"),
-    ("football match", "home, away, score, date, stadium"),
-    ("hotel booking", "guest, room, arrival, nights, price"),
-    ("configuration file", "host, port, debug, timeout, logging"),
-    ("to-do item", "id, title, done, due, priority"),
-    ("student", "name, age, courses, grades"),
-    ("chess game", "white, black, moves, result, date"),
-    ("bus timetable", "line, stops, departure, days"),
-    ("survey answer", "question, answer, score, comment"),
-    ("plant", "name, latin, height, water, light"),
-    ("error message", "code, message, file, line"),
-    ("game character", "name, level, health, inventory, position"),
-    ("country", "name, capital, population, languages, currency"),
-)
-# topic, heading, row
-_ROWS = (
-    ("people", "name,age,city", "{name},{age},{city}"),
-    ("prices", "product,price,stock", "{product},{price},{few}"),
-    ("temperatures", "city,month,degrees", "{city},{month},{degrees}"),
-    ("orders", "order,customer,total", "{number},{name} {last},{price}"),
-    ("jobs", "name,job,since", "{name} {last},{job},{year}"),
-    ("dates", "event,day,month", "visit to {city},{day},{month}"),
-    ("scores", "player,points", "{name},{number}"),
-    ("stock", "item,count", "{thing},{few}"),
-)
-
-
 def rewrite(rng: random.Random) -> Iterator[Asked]:
-    texts, messages = tables.rows("short_texts", "|"), tables.entries("messages")
+    texts, messages = tables.rows("short_texts"), tables.entries("messages")
     while True:
         if rng.random() < 0.6:
             topic, text = rng.choice(texts)

@@ -10,12 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 
 
+@lru_cache
 def lines(name: str) -> list[str]:
     """The lines of a table, without comments."""
     text = (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8")
     return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
+@lru_cache
 def entries(name: str) -> list[str]:
     """The entries of a table without sections."""
     return [entry for found in sections(name).values() for entry in found]
@@ -34,6 +36,7 @@ def sections(name: str) -> dict[str, tuple[str, ...]]:
     return {key: tuple(values) for key, values in found.items()}
 
 
-def rows(name: str, separator: str) -> list[tuple[str, ...]]:
-    """The lines of a table with columns."""
-    return [tuple(part.strip() for part in line.split(separator)) for line in lines(name)]
+@lru_cache
+def rows(name: str) -> list[tuple[str, ...]]:
+    """The lines of a table with columns, which `|` separates."""
+    return [tuple(part.strip() for part in line.split("|")) for line in lines(name)]
