@@ -28,6 +28,7 @@ from dflash_mlx.training.batching import Answer
 
 FORMAT = 1
 _TOKENS = "shards"
+_TEXTS = "samples"  # of a shard's metadata: JSON with a list per column of text
 
 
 def _soft(top: int) -> str:
@@ -172,8 +173,9 @@ class Dataset:
             "held_out": np.array([prompt.held_out for prompt in prompts], np.uint8),
             "stopped": np.array([answer.stopped for answer in answers], np.uint8),
         }
-        texts = {"categories": [p.category for p in prompts], "topics": [p.topic for p in prompts]}
-        _save(self.folder / _TOKENS / name, columns, {key: json.dumps(value) for key, value in texts.items()})
+        texts = json.dumps({"categories": [p.category for p in prompts], "topics": [p.topic for p in prompts]})
+        # One entry: safetensors writes several in an order that changes.
+        _save(self.folder / _TOKENS / name, columns, {_TEXTS: texts})
 
     def shard(self, number: int, *, top: int = 0, layers: Sequence[int] = ()) -> Shard:
         """One shard, with the distributions and the features that are asked for, or None for what is not there.
@@ -182,7 +184,8 @@ class Dataset:
             DatasetError: it is damaged.
         """
         name = f"{number:05d}.safetensors"
-        columns, texts = _load(self.folder / _TOKENS / name)
+        columns, metadata = _load(self.folder / _TOKENS / name)
+        texts = json.loads(metadata[_TEXTS])
         lengths = columns.pop("lengths").astype(np.int64)
         extra: dict[str, np.ndarray] = {}
         for path in (self.folder / _soft(top) / name, self.folder / _features(layers) / name):
@@ -196,8 +199,8 @@ class Dataset:
             numbers=columns["numbers"],
             held_out=columns["held_out"].astype(bool),
             stopped=columns["stopped"].astype(bool),
-            categories=json.loads(texts["categories"]),
-            topics=json.loads(texts["topics"]),
+            categories=texts["categories"],
+            topics=texts["topics"],
             top_ids=extra.get("top_ids"),
             top_logprobs=extra.get("top_logprobs"),
             features=extra.get("features"),
@@ -212,7 +215,7 @@ class Dataset:
 def _difference(found: Any, wanted: Any, where: str = "") -> str:
     """The first entry that differs, with both values."""
     if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in sorted(found.keys() | wanted.keys()):
+        for key in sorted(found.keys() | wanted.keys(), key=lambda key: (key != "settings", key)):
             if found.get(key) != wanted.get(key):
                 return _difference(found.get(key), wanted.get(key), f"{where}.{key}" if where else key)
     return f"its {where} is {found!r}, asked for is {wanted!r}"

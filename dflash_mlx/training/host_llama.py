@@ -2,8 +2,8 @@
 
 MLX's CPU backend computes `exp` one number at a time: at 96 rows of SmolLM2-135M SwiGLU takes 124 ms of a step and
 softmax 30 to 160, where all of a step takes 340 here, 245 of them products (one thread of a Xeon, mlx 0.32.4, numpy
-2.4.6, 2026-11-30). Keys and values are written in place. Rounding differs from MLX's in the last bits, as it does between
-batch sizes and BLAS libraries anyhow.
+2.4.6, 2026-11-30). Keys and values are written in place. Rounding differs from MLX's in the last bits, as it does
+between batch sizes and BLAS libraries anyhow.
 
 Layer order and arithmetic: mlx_lm.models.llama.
 """

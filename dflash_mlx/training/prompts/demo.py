@@ -39,8 +39,8 @@ MAKERS: dict[str, Callable[[random.Random], Iterator[Asked]]] = {
 RESERVED = re.compile(
     r"palindrome|fibonacci|factorial|vowel|celsius|fahrenheit|sorted lists|nested list|duplicates? from|"
     r"reverses? (a|the|each) (string|words?)|how often|words in a (file|text)|frequent words|rainbow|\bbread\b|"
-    r"heat pump|lighthouse|\bfox\b|night train|pencils? (for|at)|hiking|quiet evening|move a meeting|Thursday, |water bottle|"
-    r"heating('s| is) broken|old mill|mystery",
+    r"heat pump|lighthouse|\bfox\b|night train|pencils? (for|at)|hiking|quiet evening|move a meeting|Thursday, |"
+    r"water bottle|train travels|consonants|heating('s| is) broken|old mill|mystery",
     re.IGNORECASE,
 )
 
