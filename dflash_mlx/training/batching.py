@@ -66,11 +66,11 @@ def chunks(planned: Sequence[Sample], batch: int, seed: int) -> list[list[Sample
     return [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
 
 
-def batches(chunk: Sequence[Sample], lengths: Sequence[int], batch: int, seed: int) -> list[list[int]]:
-    """Indices into a chunk: batches of nearly equal prompt lengths, in mixed order."""
-    order = sorted(range(len(chunk)), key=lambda index: (lengths[index], index))
+def batches(lengths: Sequence[int], batch: int, seed: int) -> list[list[int]]:
+    """Indices of samples with prompts of these lengths: batches of nearly equal ones, in mixed order."""
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     cut = [order[start : start + batch] for start in range(0, len(order), batch)]
-    random.Random(f"{seed} {len(chunk)}").shuffle(cut)
+    random.Random(f"{seed} {len(lengths)}").shuffle(cut)
     return cut
 
 
@@ -93,7 +93,7 @@ class _Row:
 
     def answer(self) -> Answer:
         ids, logprobs = (np.stack([pair[part] for pair in self.top]) for part in (0, 1))
-        features = np.concatenate(self.features)[: len(self.tokens) - 1] if self.features else None
+        features = np.concatenate(self.features) if self.features else None
         tokens = np.array(self.tokens, np.uint32)
         return Answer(self.sample, self.prompt_length, tokens, self.stopped, ids, logprobs, features)
 
@@ -183,6 +183,12 @@ class _Distribution:
         ids[: len(order)] = self.ids[order]
         logprobs[: len(order)] = self.logits[order] - self.total
         return ids, logprobs
+
+
+def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """[R, V] -> [R, count] ids and log-probabilities, as an `Answer` has them."""
+    rows = [distribution.top(count) for distribution in _distributions(logits, Choosing())]
+    return np.stack([ids for ids, _ in rows]), np.stack([logprobs for _, logprobs in rows])
 
 
 def _distributions(logits: np.ndarray, choosing: Choosing) -> Iterator[_Distribution]:

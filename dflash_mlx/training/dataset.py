@@ -31,6 +31,10 @@ _TOKENS = "shards"
 _TEXTS = "samples"  # of a shard's metadata: JSON with a list per column of text
 
 
+def _name(number: int) -> str:
+    return f"{number:05d}.safetensors"
+
+
 def _soft(top: int) -> str:
     return f"soft-{top}"
 
@@ -154,18 +158,15 @@ class Dataset:
         Raises:
             OSError: the disk is full, or it cannot be written.
         """
-        ids = np.uint16 if self.manifest["vocabulary"] <= 2**16 else np.uint32
-        name = f"{number:05d}.safetensors"
-        if top := answers[0].top_ids.shape[1]:
-            top_ids = np.concatenate([answer.top_ids for answer in answers]).astype(ids)
-            logprobs = np.concatenate([answer.top_logprobs for answer in answers])
-            _save(self.folder / _soft(top) / name, {"top_ids": top_ids, "top_logprobs": logprobs})
+        if answers[0].top_ids.shape[1]:
+            ids = np.concatenate([answer.top_ids for answer in answers])
+            self.write_soft(number, ids, np.concatenate([answer.top_logprobs for answer in answers]))
         features = [answer.features for answer in answers if answer.features is not None]
         if features:
-            _save(self.folder / _features(layers) / name, {"features": np.concatenate(features)})
+            self.write_features(number, layers, np.concatenate(features))
         prompts = [answer.sample.prompt for answer in answers]
         columns = {
-            "tokens": np.concatenate([answer.tokens for answer in answers]).astype(ids),
+            "tokens": np.concatenate([answer.tokens for answer in answers]).astype(self._ids),
             "lengths": np.array([len(answer.tokens) for answer in answers], np.uint32),
             "prompt_lengths": np.array([answer.prompt_length for answer in answers], np.uint32),
             "prompts": np.array([prompt.key for prompt in prompts], np.uint32),
@@ -175,7 +176,20 @@ class Dataset:
         }
         texts = json.dumps({"categories": [p.category for p in prompts], "topics": [p.topic for p in prompts]})
         # One entry: safetensors writes several in an order that changes.
-        _save(self.folder / _TOKENS / name, columns, {_TEXTS: texts})
+        _save(self.folder / _TOKENS / _name(number), columns, {_TEXTS: texts})
+
+    def write_soft(self, number: int, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
+        """Store the distributions of a shard, `Shard.top_ids` and `Shard.top_logprobs`."""
+        columns = {"top_ids": top_ids.astype(self._ids), "top_logprobs": top_logprobs}
+        _save(self.folder / _soft(top_ids.shape[1]) / _name(number), columns)
+
+    def write_features(self, number: int, layers: Sequence[int], features: np.ndarray) -> None:
+        """Store the features of a shard, `Shard.features`."""
+        _save(self.folder / _features(layers) / _name(number), {"features": features})
+
+    @property
+    def _ids(self) -> type[np.unsignedinteger]:
+        return np.uint16 if self.manifest["vocabulary"] <= 2**16 else np.uint32
 
     def shard(self, number: int, *, top: int = 0, layers: Sequence[int] = ()) -> Shard:
         """One shard, with the distributions and the features that are asked for, or None for what is not there.
@@ -183,7 +197,7 @@ class Dataset:
         Raises:
             DatasetError: it is damaged.
         """
-        name = f"{number:05d}.safetensors"
+        name = _name(number)
         columns, metadata = _load(self.folder / _TOKENS / name)
         texts = json.loads(metadata[_TEXTS])
         lengths = columns.pop("lengths").astype(np.int64)

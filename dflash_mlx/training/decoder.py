@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash_mlx.cache import TargetCache
-from dflash_mlx.targets import Target, target_for
+from dflash_mlx.targets import Forward, Target, target_for
 from dflash_mlx.training.host_llama import HostLlama
 
 
@@ -28,8 +28,16 @@ class Rows:
     features: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class Whole:
+    """hidden: [B, T, H] before the final norm; features: [B, T, len(taps) * H] float16, or None without taps."""
+
+    hidden: np.ndarray
+    features: np.ndarray | None
+
+
 class Decoder(Protocol):
-    """A batch of sequences of equal length that grow together."""
+    """A batch of sequences of equal length that grow together; and sequences that are there already."""
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
         """Forget everything and read [B, T] ids; room for `capacity` positions in all."""
@@ -41,6 +49,14 @@ class Decoder(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
+        ...
+
+    def read(self, ids: np.ndarray) -> Whole:
+        """Read [B, T] ids from their beginning; afterwards `start` again."""
+        ...
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """[R, H] of `read` -> [R, V] float32."""
         ...
 
 
@@ -55,10 +71,10 @@ class MlxDecoder:
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
         self._cache = TargetCache(self._target.make_entries(), 0)
-        return self._read(mx.array(ids))
+        return self._last(ids)
 
     def extend(self, ids: np.ndarray) -> Rows:
-        return self._read(mx.array(ids)[:, None])
+        return self._last(ids[:, None])
 
     def keep(self, rows: Sequence[int]) -> None:
         entries, chosen = self._cache.entries, mx.array(list(rows))
@@ -67,16 +83,30 @@ class MlxDecoder:
         self._cache = TargetCache(entries, self._cache.length)
         self._cache.evaluate()
 
-    def _read(self, ids: mx.array) -> Rows:
+    def read(self, ids: np.ndarray) -> Whole:
+        self._cache = TargetCache(self._target.make_entries(), 0)
+        forward = self._forward(ids)
+        return Whole(np.array(forward.hidden.astype(mx.float32)), self._features(forward))
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        rows = mx.array(hidden).astype(self._target.spec.dtype)[:, None]
+        return np.array(self._target.logits(rows)[:, 0].astype(mx.float32))
+
+    def _last(self, ids: np.ndarray) -> Rows:
+        forward = self._forward(ids)
+        logits = self._target.logits(forward.hidden[:, -1:])[:, 0]
+        return Rows(np.array(logits.astype(mx.float32)), self._features(forward))
+
+    def _forward(self, ids: np.ndarray) -> Forward:
         width = ids.shape[1]
         self._cache.begin(width)
-        forward = self._target.forward(ids, self._cache, self._taps)
+        forward = self._target.forward(mx.array(ids), self._cache, self._taps)
         self._cache.commit(width)
-        logits = self._target.logits(forward.hidden[:, -1:])[:, 0].astype(mx.float32)
-        features = None if forward.features is None else forward.features.astype(mx.float16)
-        mx.eval(logits, features)
         self._cache.evaluate()
-        return Rows(np.array(logits), None if features is None else np.array(features))
+        return forward
+
+    def _features(self, forward: Forward) -> np.ndarray | None:
+        return None if forward.features is None else np.array(forward.features.astype(mx.float16))
 
 
 def _has_rows(part: Any) -> bool:

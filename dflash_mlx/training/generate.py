@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_mlx.training.prompts import Prompt
 
 Tell = Callable[[str], None]
+LONGEST_PROMPT = 2048  # tokens; longer ones are left out, since all rows of a batch have room for the longest
 _BESIDE = ("top", "features")  # stored beside the tokens, which do not depend on them
 
 
@@ -101,12 +102,15 @@ def generate(
         start, number = number + 1, number + count
         if not wanted:
             continue
-        ids = [prompt_ids(tokenizer, sample) for sample in chunk]
-        cut = batches(chunk, [len(each) for each in ids], settings.batch, settings.seed)
-        for n in wanted:
+        encoded = [(sample, prompt_ids(tokenizer, sample)) for sample in chunk]
+        fitting = [pair for pair in encoded if 0 < len(pair[1]) <= LONGEST_PROMPT]
+        if len(fitting) < len(encoded):
+            tell(f"{len(encoded) - len(fitting)} prompts left out: empty, or longer than {LONGEST_PROMPT} tokens")
+        cut = batches([len(ids) for _, ids in fitting], settings.batch, settings.seed)
+        for n in (n for n in wanted if n - start < len(cut)):
             answers = decode(
                 decoder,
-                [(chunk[index], ids[index]) for index in cut[n - start]],
+                [fitting[index] for index in cut[n - start]],
                 choosing=Choosing(settings.temperature, settings.min_p, settings.top),
                 stops=frozenset(tokenizer.eos_token_ids),
                 max_tokens=settings.max_tokens,

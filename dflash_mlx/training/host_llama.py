@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.models import llama
 
 if TYPE_CHECKING:
-    from dflash_mlx.training.decoder import Rows
+    from dflash_mlx.training.decoder import Rows, Whole
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,27 @@ class HostLlama:
         )
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
-        angles = np.outer(np.arange(capacity), self._frequencies)
-        self._turns = np.exp(1j * angles).astype(np.complex64)  # [capacity, size / 2]
+        self._turn_for(capacity)
         # A template opens every prompt alike: what all rows begin with is read once.
         differ = (ids != ids[:1]).any(axis=0)
         same = min(int(differ.argmax()) if differ.any() else ids.shape[1], ids.shape[1] - 1)
         self._length = 0
         self._make_room(1, same)
-        opening = self._read(ids[:1, :same]) if same else None
+        opening = self._forward(ids[:1, :same]) if same else None
         shared = (self._keys, self._values)
         self._make_room(len(ids), capacity)
         for held, once in zip((self._keys, self._values), shared, strict=True):
             for array, part in zip(held, once, strict=True):
                 array[:, :, :same] = part
-        rest = self._read(ids[:, same:])
+        rest = self._last(ids[:, same:])
         if opening is None or opening.features is None or rest.features is None:
             return rest
         repeated = np.repeat(opening.features, len(ids), axis=0)
         return replace(rest, features=np.concatenate([repeated, rest.features], axis=1))
+
+    def _turn_for(self, capacity: int) -> None:
+        angles = np.outer(np.arange(capacity), self._frequencies)
+        self._turns = np.exp(1j * angles).astype(np.complex64)  # [capacity, size / 2]
 
     def _make_room(self, batch: int, capacity: int) -> None:
         shape = (batch, self._kv_heads, capacity, self._size)
@@ -100,7 +103,7 @@ class HostLlama:
         self._values = [np.empty(shape, np.float32) for _ in self._layers]
 
     def extend(self, ids: np.ndarray) -> Rows:
-        return self._read(ids[:, None])
+        return self._last(ids[:, None])
 
     def keep(self, rows: Sequence[int]) -> None:
         chosen = list(rows)
@@ -110,24 +113,37 @@ class HostLlama:
                 fewer[:, :, : self._length] = array[chosen, :, : self._length]
                 held[index] = fewer
 
-    def _read(self, ids: np.ndarray) -> Rows:
+    def read(self, ids: np.ndarray) -> Whole:
+        self._length = 0
+        self._turn_for(ids.shape[1])
+        self._make_room(*ids.shape)
+        return self._forward(ids)
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        return _rms(hidden, self._norm, self._eps) @ self._head
+
+    def _last(self, ids: np.ndarray) -> Rows:
         from dflash_mlx.training.decoder import Rows
+
+        whole = self._forward(ids)
+        return Rows(self.logits(whole.hidden[:, -1]), whole.features)
+
+    def _forward(self, ids: np.ndarray) -> Whole:
+        from dflash_mlx.training.decoder import Whole
 
         batch, width = ids.shape
         h = self._embedding[ids.reshape(-1)]  # [B * T, H]
-        tapped = []
+        outputs = {}
         for index, layer in enumerate(self._layers):
             normed = _rms(h, layer.attention_norm, self._eps)
             h += self._attend(index, normed @ layer.qkv, batch, width) @ layer.out
             h += _swiglu(_rms(h, layer.mlp_norm, self._eps) @ layer.gate_up) @ layer.down
             if index in self._taps:
-                tapped.append((index, h.astype(np.float16)))
+                outputs[index] = h.astype(np.float16)
         self._length += width
-        last = h.reshape(batch, width, -1)[:, -1]
-        outputs = dict(tapped)
-        features = np.concatenate([outputs[tap] for tap in self._taps], axis=-1) if tapped else None
+        features = np.concatenate([outputs[tap] for tap in self._taps], axis=-1) if outputs else None
         shaped = None if features is None else features.reshape(batch, width, -1)
-        return Rows(_rms(last, self._norm, self._eps) @ self._head, shaped)
+        return Whole(h.reshape(batch, width, -1), shaped)
 
     def _attend(self, index: int, qkv: np.ndarray, batch: int, width: int) -> np.ndarray:
         """[B * T, (heads + 2 kv heads) * size] -> [B * T, heads * size]; the new keys and values are stored."""

@@ -134,7 +134,7 @@ def test_a_batch_has_prompts_of_like_length_and_every_sample_once() -> None:
     seen: Counter[Sample] = Counter()
     for chunk in chunks(planned, 7, seed=5):
         lengths = [len(sample.prompt.text) for sample in chunk]
-        for rows in batches(chunk, lengths, 7, seed=5):
+        for rows in batches(lengths, 7, seed=5):
             assert 1 <= len(rows) <= 7
             seen.update(chunk[index] for index in rows)
     assert len(seen) == 1900 and set(seen.values()) == {1}

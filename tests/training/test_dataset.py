@@ -193,3 +193,18 @@ def test_the_command_answers_the_prompts_of_a_file(tmp_path: Path, capsys: pytes
     assert "shard" not in capsys.readouterr().err and contents(out) == before
     assert main([*command, "--seed", "5"]) == 1
     assert "settings.seed is 0, asked for is 5" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_counted(
+    tmp_path: Path, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long text must not make room for itself in every row; the rest is answered and can be continued."""
+    monkeypatch.setattr("dflash_mlx.training.generate.LONGEST_PROMPT", 40)
+    prompts = [Prompt("say " + "a" * (10 * n), topic=f"{n}") for n in range(8)]
+    lines: list[str] = []
+    settings = Settings(samples=1, batch=3, max_tokens=3)
+    for _ in range(2):
+        dataset = run(tmp_path, tokenizer, settings, prompts=prompts, tell=lines.append)
+        assert max(len(shard.sequence(0)) for shard in dataset.shards()) <= 43
+        assert sum(len(shard) for shard in dataset.shards()) == 2
+    assert lines[0].startswith("6 prompts left out")

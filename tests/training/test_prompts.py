@@ -55,8 +55,13 @@ def test_what_the_benchmark_and_the_readme_ask_is_never_trained_on() -> None:
         assert not near, (prompt, near[0])
 
 
-PHRASING = set(
-    ["a", "an", "the", "of", "in", "to", "and", "or", "it", "its", "is", "are", "with", "for", "from", "that", "this", "which", "be", "by", "on", "at", "as", "how", "do", "does", "can", "you", "i", "my", "me", "we", "one", "two", "please", "write", "function", "python", "code", "explain", "give", "make", "create", "show", "step", "was", "when", "what", "why", "tell", "short", "about", "example", "program", "implement", "simple", "need", "would", "could", "using", "return", "returns", "s"]
+PHRASING = frozenset(
+    re.findall(
+        r"\w+",
+        "a an the of in to and or it its is are with for from that this which be by on at as how do does can you i my "
+        "me we one two please write function python code explain give make create show was step when what why tell "
+        "short about example program implement simple need would could using return returns s",
+    )
 )
 
 
