@@ -192,9 +192,9 @@ def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distributions(logits: np.ndarray, choosing: Choosing) -> Iterator[_Distribution]:
-    """[R, V] -> one per row. Without `min_p`, temperature draws need the whole vocabulary."""
+    """[R, V] -> one per row. With a `min_p` below `_LEAST`, temperature draws need the whole vocabulary."""
     best = logits.max(axis=-1, keepdims=True)
-    least = _LEAST if choosing.min_p > 0 or choosing.temperature == 0 else np.float32(-np.inf)
+    least = _LEAST if choosing.min_p >= np.exp(_LEAST) or choosing.temperature == 0 else np.float32(-np.inf)
     totals = np.log(np.exp(logits - best).sum(axis=-1)) + best[:, 0]
     for row, bound, total in zip(logits, best[:, 0] + least, totals, strict=True):
         ids = np.flatnonzero(row >= bound)

@@ -11,6 +11,7 @@ for a repository and may be missing or deleted.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dflash_mlx.errors import DFlashError
@@ -28,6 +29,8 @@ from dflash_mlx.training.batching import Answer
 
 FORMAT = 1
 _TOKENS = "shards"
+_AGAIN = "generate again: only it is made anew"
+_COMPLETE = "complete the data set (`training.recompute.complete`): only it is computed again"
 _TEXTS = "samples"  # of a shard's metadata: JSON with a list per column of text
 
 
@@ -101,7 +104,7 @@ class Dataset:
         """An existing data set.
 
         Raises:
-            DatasetError: there is none, or a newer format.
+            DatasetError: there is none, or one of another format.
         """
         path = folder / "manifest.json"
         try:
@@ -114,9 +117,10 @@ class Dataset:
             raise DatasetError(
                 f"{path} cannot be read ({error}). Restore it, or generate into another folder."
             ) from error
-        if manifest.get("format") != FORMAT:
+        made = manifest.get("format") if isinstance(manifest, dict) else None
+        if made != FORMAT:
             raise DatasetError(
-                f"{path} has format {manifest.get('format')}, and this version reads {FORMAT}. Generate it again, or "
+                f"{path} has format {made}, and this version reads {FORMAT}. Generate it again, or "
                 "use the version that it was made with."
             )
         return cls(folder, manifest)
@@ -126,7 +130,8 @@ class Dataset:
         """The data set with this manifest in `folder`, made if there is none.
 
         Raises:
-            DatasetError: the folder holds one that was made otherwise; says what differs.
+            DatasetError: the folder holds one that was made otherwise, and says what differs; or shards of which
+                nothing says how they were made.
         """
         wanted = json.loads(json.dumps({"format": FORMAT, **manifest}))
         path = folder / "manifest.json"
@@ -139,11 +144,17 @@ class Dataset:
                     "folder."
                 )
             return found
+        made = cls(folder, wanted)
+        if made.numbers():
+            raise DatasetError(
+                f"{folder} has shards, but no manifest.json that says how they were made, so they cannot be continued. "
+                "Restore it, or generate into another folder."
+            )
         (folder / _TOKENS).mkdir(parents=True, exist_ok=True)
         with whole_file(path) as aside:
             aside.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
             aside.chmod(0o644)
-        return cls(folder, wanted)
+        return made
 
     def numbers(self) -> list[int]:
         """Of the shards that are there, ascending."""
@@ -166,7 +177,7 @@ class Dataset:
             self.write_features(number, layers, np.concatenate(features))
         prompts = [answer.sample.prompt for answer in answers]
         columns = {
-            "tokens": np.concatenate([answer.tokens for answer in answers]).astype(self._ids),
+            "tokens": self._narrow(np.concatenate([answer.tokens for answer in answers])),
             "lengths": np.array([len(answer.tokens) for answer in answers], np.uint32),
             "prompt_lengths": np.array([answer.prompt_length for answer in answers], np.uint32),
             "prompts": np.array([prompt.key for prompt in prompts], np.uint32),
@@ -180,32 +191,33 @@ class Dataset:
 
     def write_soft(self, number: int, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
         """Store the distributions of a shard, `Shard.top_ids` and `Shard.top_logprobs`."""
-        columns = {"top_ids": top_ids.astype(self._ids), "top_logprobs": top_logprobs}
+        columns = {"top_ids": self._narrow(top_ids), "top_logprobs": top_logprobs}
         _save(self.folder / _soft(top_ids.shape[1]) / _name(number), columns)
 
     def write_features(self, number: int, layers: Sequence[int], features: np.ndarray) -> None:
         """Store the features of a shard, `Shard.features`."""
         _save(self.folder / _features(layers) / _name(number), {"features": features})
 
-    @property
-    def _ids(self) -> type[np.unsignedinteger]:
-        return np.uint16 if self.manifest["vocabulary"] <= 2**16 else np.uint32
+    def _narrow(self, ids: np.ndarray) -> np.ndarray:
+        """As uint16 if they fit. A target's head may have more rows than its tokenizer has ids."""
+        small = self.manifest["vocabulary"] <= 2**16 and ids.max() < 2**16
+        return ids.astype(np.uint16 if small else np.uint32)
 
     def shard(self, number: int, *, top: int = 0, layers: Sequence[int] = ()) -> Shard:
         """One shard, with the distributions and the features that are asked for, or None for what is not there.
 
         Raises:
-            DatasetError: it is damaged.
+            DatasetError: it is damaged, or what lies beside its tokens is not of them.
         """
         name = _name(number)
-        columns, metadata = _load(self.folder / _TOKENS / name)
+        columns, metadata = _load(self.folder / _TOKENS / name, _AGAIN)
         texts = json.loads(metadata[_TEXTS])
         lengths = columns.pop("lengths").astype(np.int64)
         extra: dict[str, np.ndarray] = {}
         for path in (self.folder / _soft(top) / name, self.folder / _features(layers) / name):
             if path.exists():
-                extra |= _load(path)[0]
-        return Shard(
+                extra |= _load(path, _COMPLETE)[0]
+        shard = Shard(
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             tokens=columns["tokens"],
             prompt_lengths=columns["prompt_lengths"].astype(np.int64),
@@ -219,6 +231,13 @@ class Dataset:
             top_logprobs=extra.get("top_logprobs"),
             features=extra.get("features"),
         )
+        for rows, offsets in ((shard.top_ids, shard.response_offsets), (shard.features, shard.feature_offsets)):
+            if rows is not None and len(rows) != offsets[-1]:
+                raise DatasetError(
+                    f"Beside shard {name} of {self.folder} lie {len(rows)} rows for {offsets[-1]} tokens, so they are "
+                    f"of other answers. Delete what lies beside it, and {_COMPLETE}."
+                )
+        return shard
 
     def shards(self, *, top: int = 0, layers: Sequence[int] = ()) -> Iterator[Shard]:
         """All that are there, one at a time."""
@@ -238,16 +257,17 @@ def _difference(found: Any, wanted: Any, where: str = "") -> str:
 def _save(path: Path, columns: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
     path.parent.mkdir(exist_ok=True)
     with whole_file(path) as aside:
-        save_file(dict(columns), aside, metadata)
+        try:
+            save_file(dict(columns), aside, metadata)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(errno.EIO, f"cannot be written ({error}). Is the disk full?", str(path)) from error
         check_written(aside)
         aside.chmod(0o644)
 
 
-def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _load(path: Path, cure: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         with safe_open(path, "numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except Exception as error:  # SafetensorError, OSError
-        raise DatasetError(
-            f"{path} is damaged ({error}). Delete it, and generate again: only it is made anew."
-        ) from error
+        raise DatasetError(f"{path} is damaged ({error}). Delete it, and {cure}.") from error

@@ -39,6 +39,8 @@ class Whole:
 class Decoder(Protocol):
     """A batch of sequences of equal length that grow together; and sequences that are there already."""
 
+    taps: tuple[int, ...]  # layers whose outputs are the features, in this order
+
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
         """Forget everything and read [B, T] ids; room for `capacity` positions in all."""
         ...
@@ -66,7 +68,7 @@ class MlxDecoder:
     def __init__(self, target: Target, taps: Sequence[int] = ()) -> None:
         """taps: indices of layers whose output is returned as features."""
         self._target = target
-        self._taps = tuple(taps)
+        self.taps = tuple(taps)
         self._cache = TargetCache([], 0)
 
     def start(self, ids: np.ndarray, capacity: int) -> Rows:
@@ -100,7 +102,7 @@ class MlxDecoder:
     def _forward(self, ids: np.ndarray) -> Forward:
         width = ids.shape[1]
         self._cache.begin(width)
-        forward = self._target.forward(mx.array(ids), self._cache, self._taps)
+        forward = self._target.forward(mx.array(ids), self._cache, self.taps)
         self._cache.commit(width)
         self._cache.evaluate()
         return forward
@@ -114,7 +116,15 @@ def _has_rows(part: Any) -> bool:
 
 
 def decoder_for(model: nn.Module, taps: Sequence[int] = ()) -> Decoder:
-    """The fastest decoder of this model here."""
+    """The fastest decoder of this model here.
+
+    Raises:
+        ValueError: a tap is no layer of it.
+    """
+    target = target_for(model)
+    for tap in taps:
+        if not 0 <= tap < target.spec.n_layers:
+            raise ValueError(f"`features` has to be layers in 0..{target.spec.n_layers - 1} of the target, got {tap}.")
     if mx.default_device() == mx.cpu and HostLlama.serves(model):
         return HostLlama(model, taps)
-    return MlxDecoder(target_for(model), taps)
+    return MlxDecoder(target, taps)

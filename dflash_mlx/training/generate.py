@@ -81,7 +81,7 @@ def generate(
         tell: called with one line per shard.
     Raises:
         DatasetError: the folder holds something else.
-        ValueError: no prompts, or `part` is out of range.
+        ValueError: no prompts, no room for answers of `max_tokens`, or `part` or a layer is out of range.
     """
     from dflash_mlx.training.batching import Choosing, batches, chunks, decode, samples
     from dflash_mlx.training.dataset import Dataset
@@ -92,9 +92,10 @@ def generate(
     first, every = part
     if not 1 <= first <= every:
         raise ValueError(f"`part` has to be k/n with k in 1..n, got {first}/{every}.")
+    decoder = decoder_for(model, settings.features)
+    longest = _longest_prompt(model, settings)
     dataset = Dataset.create_or_resume(folder, describe(tokenizer, prompts, settings, target, source))
     there, number = set(dataset.numbers()), -1
-    decoder = decoder_for(model, settings.features)
     clock = _Clock()
     for chunk in chunks(samples(prompts, settings.samples), settings.batch, settings.seed):
         count = -(-len(chunk) // settings.batch)
@@ -103,9 +104,9 @@ def generate(
         if not wanted:
             continue
         encoded = [(sample, prompt_ids(tokenizer, sample)) for sample in chunk]
-        fitting = [pair for pair in encoded if 0 < len(pair[1]) <= LONGEST_PROMPT]
+        fitting = [pair for pair in encoded if 0 < len(pair[1]) <= longest]
         if len(fitting) < len(encoded):
-            tell(f"{len(encoded) - len(fitting)} prompts left out: empty, or longer than {LONGEST_PROMPT} tokens")
+            tell(f"{len(encoded) - len(fitting)} samples left out: prompt empty, or longer than {longest} tokens")
         cut = batches([len(ids) for _, ids in fitting], settings.batch, settings.seed)
         for n in (n for n in wanted if n - start < len(cut)):
             answers = decode(
@@ -119,6 +120,23 @@ def generate(
             dataset.write(n, answers, settings.features)
             tell(clock.line(n, answers))
     return dataset
+
+
+def _longest_prompt(model: Any, settings: Settings) -> int:
+    """In tokens, so that prompt and answer have room in the target's context.
+
+    Raises:
+        ValueError: an answer alone has no room in it.
+    """
+    from dflash_mlx.targets import target_for
+
+    room = target_for(model).spec.max_positions or LONGEST_PROMPT + settings.max_tokens
+    if settings.max_tokens >= room:
+        raise ValueError(
+            f"`max_tokens` has to be less than the target's context of {room} tokens, since the prompt has to fit in "
+            f"too, got {settings.max_tokens}."
+        )
+    return min(LONGEST_PROMPT, room - settings.max_tokens)
 
 
 class _Clock:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from dflash_mlx.training.decoder import Rows, Whole
 
 
+_SCORES = 2**27  # of a layer's attention that are there at a time: 512 MiB
+
+
 @dataclass(frozen=True)
 class _Layer:
     """Matrices are [in, out]."""
@@ -44,7 +47,7 @@ class HostLlama:
         self._heads, self._kv_heads = args.num_attention_heads, args.num_key_value_heads
         self._size = inner.layers[0].self_attn.head_dim
         self._eps = args.rms_norm_eps
-        self._taps = tuple(taps)
+        self.taps = tuple(taps)
         self._embedding = _numpy(inner.embed_tokens.weight)
         self._norm = _numpy(inner.norm.weight)
         head = self._embedding if args.tie_word_embeddings else _numpy(model.lm_head.weight)
@@ -81,7 +84,7 @@ class HostLlama:
         same = min(int(differ.argmax()) if differ.any() else ids.shape[1], ids.shape[1] - 1)
         self._length = 0
         self._make_room(1, same)
-        opening = self._forward(ids[:1, :same]) if same else None
+        opening = self._whole(ids[:1, :same]) if same else None
         shared = (self._keys, self._values)
         self._make_room(len(ids), capacity)
         for held, once in zip((self._keys, self._values), shared, strict=True):
@@ -117,7 +120,7 @@ class HostLlama:
         self._length = 0
         self._turn_for(ids.shape[1])
         self._make_room(*ids.shape)
-        return self._forward(ids)
+        return self._whole(ids)
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         return _rms(hidden, self._norm, self._eps) @ self._head
@@ -125,8 +128,21 @@ class HostLlama:
     def _last(self, ids: np.ndarray) -> Rows:
         from dflash_mlx.training.decoder import Rows
 
-        whole = self._forward(ids)
+        whole = self._whole(ids)
         return Rows(self.logits(whole.hidden[:, -1]), whole.features)
+
+    def _whole(self, ids: np.ndarray) -> Whole:
+        """`_forward` in pieces, of which many long prompts take more than one: all their scores would not fit."""
+        from dflash_mlx.training.decoder import Whole
+
+        rows, width = ids.shape
+        narrow = max(1, _SCORES // (rows * self._heads * (self._length + width)))
+        parts = [self._forward(ids[:, start : start + narrow]) for start in range(0, width, narrow)]
+        if len(parts) == 1:
+            return parts[0]
+        features = [part.features for part in parts if part.features is not None]
+        hidden = np.concatenate([part.hidden for part in parts], axis=1)
+        return Whole(hidden, np.concatenate(features, axis=1) if features else None)
 
     def _forward(self, ids: np.ndarray) -> Whole:
         from dflash_mlx.training.decoder import Whole
@@ -138,10 +154,10 @@ class HostLlama:
             normed = _rms(h, layer.attention_norm, self._eps)
             h += self._attend(index, normed @ layer.qkv, batch, width) @ layer.out
             h += _swiglu(_rms(h, layer.mlp_norm, self._eps) @ layer.gate_up) @ layer.down
-            if index in self._taps:
+            if index in self.taps:
                 outputs[index] = h.astype(np.float16)
         self._length += width
-        features = np.concatenate([outputs[tap] for tap in self._taps], axis=-1) if outputs else None
+        features = np.concatenate([outputs[tap] for tap in self.taps], axis=-1) if outputs else None
         shaped = None if features is None else features.reshape(batch, width, -1)
         return Whole(h.reshape(batch, width, -1), shaped)
 

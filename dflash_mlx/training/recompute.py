@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dflash_mlx.training.batching import likeliest
-from dflash_mlx.training.dataset import Dataset, DatasetError, Shard
+from dflash_mlx.training.dataset import Dataset, Shard
 from dflash_mlx.training.decoder import Decoder
 
 _ROWS = 16  # sequences that are read together: what a CPU's caches like best
@@ -31,9 +31,15 @@ def complete(
         decoder: of the target, with `layers` as its taps.
         top: tokens kept of each distribution, 0 for none. layers: whose outputs are wanted.
     Raises:
-        DatasetError: a shard is damaged, or `decoder` has no features.
+        DatasetError: a shard is damaged.
+        ValueError: `decoder` has other taps.
         OSError: the disk is full.
     """
+    if layers and decoder.taps != tuple(layers):
+        raise ValueError(
+            f"`decoder` has to have the layers {tuple(layers)} as its taps, else other features would be stored under "
+            f"their name, got {decoder.taps}."
+        )
     for number in dataset.numbers():
         shard = dataset.shard(number, top=top, layers=layers)
         soft, features = bool(top) and shard.top_ids is None, bool(layers) and shard.features is None
@@ -49,10 +55,7 @@ def complete(
             ids, logprobs = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
             dataset.write_soft(number, ids, logprobs)
         if features:
-            outputs = [part[2] for part in parts if part[2] is not None]
-            if not outputs:
-                raise DatasetError("The decoder has no features. Make it with the layers that are asked for.")
-            dataset.write_features(number, layers, np.concatenate(outputs))
+            dataset.write_features(number, layers, np.concatenate([part[2] for part in parts if part[2] is not None]))
         tell(f"shard {number}: {len(shard)} answers read")
 
 

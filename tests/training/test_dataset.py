@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.training import dataset as dataset_module
+from dflash_mlx.training.batching import Answer, Sample
 from dflash_mlx.training.dataset import Dataset, DatasetError
 from dflash_mlx.training.generate import Settings, generate, main
 from dflash_mlx.training.prompts import Prompt
@@ -155,6 +158,64 @@ def test_a_damaged_shard_is_named_with_its_cure(tmp_path: Path, tokenizer: Token
     assert contents(tmp_path) == before
 
 
+def test_what_lies_beside_the_tokens_has_a_cure_of_its_own(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    """Generating again would leave it out, since the tokens are there; rows of other answers are not taken for them."""
+    dataset = run(tmp_path, tokenizer)
+    sizes = [len(shard) for shard in dataset.shards()]
+    whole, smaller = sizes.index(4), sizes.index(1)
+    first, second = (tmp_path / "soft-3" / f"{number:05d}.safetensors" for number in (whole, smaller))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(DatasetError, match=r"of other answers\. Delete .* complete the data set"):
+        dataset.shard(whole, top=3)
+    first.write_bytes(first.read_bytes()[:-20])
+    with pytest.raises(DatasetError, match=r"damaged .* Delete it, and complete the data set"):
+        dataset.shard(whole, top=3)
+
+
+def test_shards_that_nothing_describes_are_not_continued(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    """They could be of any target."""
+    run(tmp_path, tokenizer)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(DatasetError, match="has shards, but no manifest"):
+        run(tmp_path, tokenizer)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    """safetensors has an error of its own for it, which a command would show as a traceback."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))  # room for the manifest only
+    try:
+        with pytest.raises(OSError, match="Is the disk full"):
+            run(tmp_path, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Dataset.open(tmp_path).numbers() == [] and not list(tmp_path.rglob(".*"))
+
+
+def test_ids_beyond_the_tokenizers_are_stored_whole(tmp_path: Path) -> None:
+    """A padded head may have rows past 65535 where the tokenizer has not."""
+    dataset = Dataset.create_or_resume(tmp_path, {"vocabulary": 2**16})
+    prompt, top = Prompt("a"), np.array([[2**16 + 1]], np.uint32)
+    answer = Answer(Sample(prompt), 1, np.array([1, 2], np.uint32), False, top, np.zeros((1, 1), np.float16), None)
+    dataset.write(0, [answer])
+    found = dataset.shard(0, top=1)
+    assert found.top_ids is not None and found.top_ids.tolist() == [[2**16 + 1]] and found.tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [(dict(features=(0, 9)), "`features` has to be layers in 0.."), (dict(max_tokens=10**6), "`max_tokens` has to be")],
+)
+def test_what_the_target_has_no_room_for_is_refused_before_anything_is_written(
+    tmp_path: Path, tokenizer: TokenizerWrapper, changed: dict[str, Any], message: str
+) -> None:
+    """Else the folder would be bound to settings that cannot be carried out."""
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "data", tokenizer, replace(SETTINGS, **changed))
+    assert not (tmp_path / "data").exists()
+
+
 def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
     """And a newer format is not read as if it were this one."""
     with pytest.raises(DatasetError, match=r"no manifest\.json"):
@@ -164,6 +225,9 @@ def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
         Dataset.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(DatasetError, match="cannot be read"):
+        Dataset.open(tmp_path)
+    (tmp_path / "manifest.json").write_text("[]")
+    with pytest.raises(DatasetError, match="format None"):
         Dataset.open(tmp_path)
 
 
@@ -207,4 +271,4 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted(
         dataset = run(tmp_path, tokenizer, settings, prompts=prompts, tell=lines.append)
         assert max(len(shard.sequence(0)) for shard in dataset.shards()) <= 43
         assert sum(len(shard) for shard in dataset.shards()) == 2
-    assert lines[0].startswith("6 prompts left out")
+    assert lines[0].startswith("6 samples left out")

@@ -73,6 +73,23 @@ def test_an_opening_that_all_rows_share_is_read_like_the_rest(alike: int) -> Non
         np.testing.assert_allclose(read.logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_long_prompts_are_read_in_pieces_like_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred rows of two thousand ids have more scores than memory; pieces of 2 to 4 ids give the same."""
+    prompts = np.array([prompt_of(9, seed) for seed in (1, 2, 3)])
+    whole, pieces = HostLlama(tiny("llama"), TAPS), HostLlama(tiny("llama"), TAPS)
+    started, read = whole.start(prompts, 20), whole.read(prompts)
+    monkeypatch.setattr("dflash_mlx.training.host_llama._SCORES", 3 * pieces._heads * 9 * 2)
+    widths: list[int] = []
+    forward = pieces._forward
+    monkeypatch.setattr(pieces, "_forward", lambda ids: widths.append(ids.shape[1]) or forward(ids))
+    for one, other in ((started, pieces.start(prompts, 20)), (read, pieces.read(prompts))):
+        assert one.features is not None and other.features is not None
+        np.testing.assert_allclose(other.features, one.features, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(pieces.read(prompts).hidden, read.hidden, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(pieces.start(prompts, 20).logits, started.logits, rtol=1e-4, atol=1e-4)
+    assert max(widths) <= 4 and sum(widths) == 4 * 9
+
+
 def test_features_are_the_same_from_both_decoders() -> None:
     """Otherwise a draft would be trained on other features than it is given."""
     prompts = np.array([prompt_of(9, 1), prompt_of(9, 2)])

@@ -151,6 +151,17 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     assert 0 < sum(prompt.held_out for prompt in found) < 30
 
 
+def test_text_in_any_script_is_one_prompt_and_no_text_is_none(tmp_path: Path) -> None:
+    """A line separator within a string, as JSON allows, and a byte order mark; a blank question is not asked."""
+    texts = ["one\u2028two \u00e9\U0001f600", "\u65e5\u672c\x85"]
+    rows = [{"prompt": text} for text in texts] + [{"messages": [{"role": "user", "content": " "}]}]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "p.jsonl").write_text(content, encoding="utf-8-sig", newline="")
+    assert {prompt.text for prompt in read_prompts(str(tmp_path / "p.jsonl"))} == {text.strip() for text in texts}
+    (tmp_path / "p.txt").write_text("\n".join(texts), encoding="utf-8-sig")
+    assert {prompt.text for prompt in read_prompts(str(tmp_path / "p.txt"))} == {text.strip() for text in texts}
+
+
 def test_topics_of_a_file_decide_together(tmp_path: Path) -> None:
     """Prompts on one topic are all held out or none."""
     rows = [{"prompt": f"{n}", "topic": f"topic {n % 60}", "category": "law"} for n in range(600)]

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.targets import target_for
-from dflash_mlx.training.dataset import Dataset, DatasetError
+from dflash_mlx.training.dataset import Dataset
 from dflash_mlx.training.decoder import Decoder, MlxDecoder
 from dflash_mlx.training.generate import Settings, generate
 from dflash_mlx.training.host_llama import HostLlama
@@ -55,10 +55,11 @@ def test_what_was_deleted_is_computed_again(tmp_path: Path, which: int) -> None:
         np.testing.assert_allclose(now.top_logprobs, was.top_logprobs, rtol=2e-3, atol=2e-3)
 
 
-def test_a_decoder_without_the_features_is_refused(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+def test_a_decoder_with_other_features_is_refused(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
     """Nothing is written in their place."""
     settings = Settings(batch=4, max_tokens=3, top=0)
     dataset = generate(tiny("llama"), tokenizer, [Prompt("say a")], tmp_path, settings, target={}, source="test")
-    with pytest.raises(DatasetError, match="no features"):
-        complete(dataset, HostLlama(tiny("llama")), layers=LAYERS)
+    for taps in ((), (0, 2)):
+        with pytest.raises(ValueError, match=r"`decoder` has to have the layers \(2, 0\)"):
+            complete(dataset, HostLlama(tiny("llama"), taps), layers=LAYERS)
     assert Dataset.open(tmp_path).shard(0, layers=LAYERS).features is None

@@ -77,10 +77,10 @@ def _of_file(path: Path) -> Iterator[Prompt]:
     """Raises PromptsError."""
     try:
         if path.suffix == ".txt":
-            yield from (_made(line) for line in _text(path).splitlines() if line.strip())
+            yield from (_made(line) for line in _lines(path))
             return
         for row in _rows(path):
-            if prompt := _of_row(row):
+            if (prompt := _of_row(row)) and prompt.text:
                 yield prompt
     except (ValueError, OSError) as error:
         raise PromptsError(f"{path} cannot be read ({error}). Check the file.") from error
@@ -99,12 +99,17 @@ def _rows(path: Path) -> Iterable[Any]:
     if path.suffix == ".json":
         whole = json.loads(_text(path))
         return whole if isinstance(whole, list) else [whole]
-    return (json.loads(line) for line in _text(path).splitlines() if line.strip())
+    return (json.loads(line) for line in _lines(path))
 
 
 def _text(path: Path) -> str:
     content = path.read_bytes()
-    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines that are not blank. `str.splitlines` would cut at U+2028 and others, which stand within JSON strings."""
+    return [line for line in _text(path).split("\n") if line.strip()]
 
 
 def _of_row(row: Any) -> Prompt | None:
