@@ -182,6 +182,24 @@ def describe(
     }
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(",") if each)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"has to be numbers of layers, as in 1,8,14, got {text!r}") from None
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, every = text.partition("/")
+    try:
+        part = int(first), int(every)
+    except ValueError:
+        part = (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        raise argparse.ArgumentTypeError(f"has to be K/N with K in 1..N, as in 2/4, got {text!r}")
+    return part
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m dflash_mlx.training.generate",
@@ -204,9 +222,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--top", type=int, default=default.top, help="likeliest tokens kept of each distribution; 0: none"
     )
-    made.add_argument("--features", default="", metavar="LAYERS", help="store outputs of these layers, as in 1,8,14")
     made.add_argument(
-        "--part", default="1/1", metavar="K/N", help="make every N-th shard only, beginning with the K-th"
+        "--features", type=_layers, default=(), metavar="LAYERS", help="store outputs of these layers, as in 1,8,14"
+    )
+    made.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="make every N-th shard only, beginning with the K-th"
     )
     made.add_argument("--threads", type=int, default=1, help="of the CPU's matrix products (default 1)")
     return made
@@ -219,20 +239,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     read = parser()
     args = read.parse_args(argv)
     try:
-        layers = tuple(int(each) for each in args.features.split(",") if each)
-        first, _, every = args.part.partition("/")
-        part = (int(first), int(every))
         settings = Settings(
-            args.seed, args.samples, args.temperature, args.min_p, args.max_tokens, args.batch, args.top, layers
+            args.seed, args.samples, args.temperature, args.min_p, args.max_tokens, args.batch, args.top, args.features
         )
     except ValueError as error:
         read.error(str(error))
     # numpy brings a BLAS of its own, which reads this when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))
-    return guarded(lambda: _run(args, settings, part))
+    return guarded(lambda: _run(args, settings))
 
 
-def _run(args: argparse.Namespace, settings: Settings, part: tuple[int, int]) -> int:
+def _run(args: argparse.Namespace, settings: Settings) -> int:
     from dflash_mlx import blas, load
     from dflash_mlx.training.prompts.sources import read_prompts
     from dflash_mlx.training.target_identity import identity
@@ -243,7 +260,9 @@ def _run(args: argparse.Namespace, settings: Settings, part: tuple[int, int]) ->
     prompts = read_prompts(args.prompts, args.count, settings.seed)
     say(f"{len(prompts)} prompts, {sum(prompt.held_out for prompt in prompts)} of them held out")
     target = identity(args.target, args.revision, model)
-    generate(model, tokenizer, prompts, args.out, settings, target=target, source=args.prompts, part=part, tell=say)
+    generate(
+        model, tokenizer, prompts, args.out, settings, target=target, source=args.prompts, part=args.part, tell=say
+    )
     print(args.out)
     return 0
 

@@ -259,6 +259,24 @@ def test_the_command_answers_the_prompts_of_a_file(tmp_path: Path, capsys: pytes
     assert "settings.seed is 0, asked for is 5" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--part", "3/2"], "--part: has to be K/N with K in 1..N, as in 2/4, got '3/2'"),
+        (["--part", "3"], "got '3'"),
+        (["--features", "1,x"], "--features: has to be numbers of layers, as in 1,8,14, got '1,x'"),
+        (["--samples", "0"], "`samples` has to be 1 or more, got 0"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_at_once(
+    option: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the target is loaded; "invalid literal for int()" helps nobody."""
+    with pytest.raises(SystemExit) as end:
+        main(["--out", "never", *option])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_too_long_is_left_out_and_counted(
     tmp_path: Path, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
