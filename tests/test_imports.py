@@ -29,6 +29,7 @@ LAYERS = [
     {"generate"},
     {"divergence"},
     {"cli", "generate_command", "models_command", "convert_command", "doctor_command"},
+    {"training"},
     {"app"},
     {"chat"},
     {"__main__"},

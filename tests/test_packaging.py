@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DATA = (".py", ".metal", ".h", ".tcss", ".json", ".safetensors", ".typed", ".md", ".toml")
+DATA = (".py", ".metal", ".h", ".tcss", ".json", ".safetensors", ".typed", ".md", ".toml", ".txt")
 
 
 def tree_files() -> set[str]:
