@@ -1,0 +1,73 @@
+"""The target's part in training a draft: embedding and head, which the draft shares and which do not change."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.targets import Target
+
+
+def frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """The `size` tokens with the largest counts, ascending; among equals the lowest ids, which BPE merged first.
+
+    Args:
+        counts: [V].
+    """
+    order = np.argsort(-counts, kind="stable")
+    return np.sort(order[:size]).astype(np.int32)
+
+
+class Frozen:
+    """Embedding and head of a target, for a draft.
+
+    Args:
+        vocabulary: target ids that are the head's columns in training, ascending; None: all.
+    """
+
+    def __init__(self, target: Target, draft: DraftModel, vocabulary: np.ndarray | None = None) -> None:
+        self._target, self._draft, self.vocabulary = target, draft, vocabulary
+        rows = target.spec.vocab_size
+        self.columns = np.full(rows, -1, np.int32)
+        ids = np.arange(rows, dtype=np.int32) if vocabulary is None else vocabulary
+        self.columns[ids] = np.arange(len(ids), dtype=np.int32)
+        self.size = len(ids)
+        self._weight: mx.array | None = None
+        self._bias: mx.array | None = None
+        if vocabulary is not None:
+            self._weight, self._bias = _rows_of(target.head_module, mx.array(vocabulary))
+            mx.eval(self._weight)
+
+    def rows(self, anchors: mx.array, block_size: int) -> mx.array:
+        """[N, A] tokens -> [N, A, B, H]: embeddings of [anchor, mask x K]."""
+        masks = mx.full((*anchors.shape, block_size - 1), self._draft.config.mask_token_id, mx.int32)
+        ids = mx.concatenate([anchors[..., None], masks], axis=-1).reshape(anchors.shape[0], -1)
+        embed = self._draft.embed if self._draft.config.own_embedding else self._target.block_rows
+        return mx.stop_gradient(embed(ids)).reshape(*anchors.shape, block_size, -1)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[R, H] after the draft's final norm -> [R, columns] float32, after the draft's transform."""
+        if self._weight is None:
+            found = self._target.head(hidden[None].astype(self._target.spec.dtype))[0]
+        else:
+            found = hidden.astype(mx.float32) @ self._weight.T
+            found = found if self._bias is None else found + self._bias
+        return self._draft.transform_logits(found.astype(mx.float32))
+
+    def target_ids(self, columns: np.ndarray) -> np.ndarray:
+        """Columns -> target ids."""
+        return columns if self.vocabulary is None else self.vocabulary[columns]
+
+
+def _rows_of(head: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None]:
+    """Weight [ids, H] and bias [ids] of a head, as float32."""
+    bias = head.get("bias")
+    weight = head.weight[ids]
+    if isinstance(head, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        scales, biases = head.scales[ids], head.get("biases")
+        weight = mx.dequantize(
+            weight, scales, None if biases is None else biases[ids], head.group_size, head.bits, head.mode
+        )
+    return weight.astype(mx.float32), None if bias is None else bias[ids].astype(mx.float32)
