@@ -200,9 +200,7 @@ def _filled(
                 soft_ids[at, own] = _windows(sample.soft_ids, first, block - 1, 0)
                 soft_logprobs[at, own] = _windows(sample.soft_logprobs, first, block - 1, -np.inf)
             start, placed = end, own.stop
-    return Blocks(
-        features, segments, positions, anchor_segments, anchor_positions, tokens, soft_ids, soft_logprobs
-    )
+    return Blocks(features, segments, positions, anchor_segments, anchor_positions, tokens, soft_ids, soft_logprobs)
 
 
 def _windows(values: np.ndarray | None, starts: np.ndarray, size: int, fill: float) -> np.ndarray:

@@ -35,7 +35,9 @@ class Sight:
     @classmethod
     def of(cls, blocks: Blocks) -> Sight:
         same = blocks.segments[:, None] == blocks.anchor_segments[:, :, None]
-        before = same & (blocks.positions[:, None] < blocks.anchor_positions[:, :, None]) & (blocks.segments >= 0)[:, None]
+        before = (
+            same & (blocks.positions[:, None] < blocks.anchor_positions[:, :, None]) & (blocks.segments >= 0)[:, None]
+        )
         return cls(mx.array(blocks.positions), mx.array(blocks.anchor_positions), mx.array(before[:, :, None]))
 
     def context(self, rows: int, window: int | None) -> mx.array:

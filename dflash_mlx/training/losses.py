@@ -145,7 +145,9 @@ def selector_loss(
     missing = ~found.any(axis=1, keepdims=True)
     candidates = mx.where(missing & last, labels[:, None], best)
     after = selector.successor_codebook[candidates].astype(mx.float32)  # [R, C, r]
-    start = selector.predecessor_codebook[before].astype(mx.float32) * selector.hidden_projection(hidden).astype(mx.float32)
+    start = selector.predecessor_codebook[before].astype(mx.float32) * selector.hidden_projection(hidden).astype(
+        mx.float32
+    )
     scores = mx.take_along_axis(logits, candidates, axis=1) + (after @ start[:, :, None])[..., 0]
     right = mx.where(candidates == labels[:, None], scores, 0.0).sum(axis=1)
     return mx.logsumexp(scores, axis=1) - right

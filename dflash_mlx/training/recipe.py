@@ -106,7 +106,9 @@ class Recipe:
                 raise ValueError(f"`{name}` has to be in {low}..{high}, got {value!r}.")
         for name, known in _CHOICES.items():
             if vars(self)[name] not in known:
-                raise ValueError(f"`{name}` has to be {' or '.join(known)}, got {vars(self)[name]!r}.{_WHY.get(name, '')}")
+                raise ValueError(
+                    f"`{name}` has to be {' or '.join(known)}, got {vars(self)[name]!r}.{_WHY.get(name, '')}"
+                )
         if any(tap < 0 for tap in self.taps) or list(self.taps) != sorted(set(self.taps)):
             raise ValueError(f"`taps` have to be different layers of the target, ascending, got {list(self.taps)}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -174,7 +176,9 @@ class Recipe:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RecipeError(f"There is no recipe {path}. Give a TOML file, or leave it out for the defaults.") from None
+            raise RecipeError(
+                f"There is no recipe {path}. Give a TOML file, or leave it out for the defaults."
+            ) from None
         except (OSError, ValueError) as error:
             raise RecipeError(f"The recipe {path} cannot be read ({error}). Correct the file.") from error
         return cls.from_dict(values)
