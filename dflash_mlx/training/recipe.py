@@ -125,7 +125,7 @@ class Recipe:
             )
         if self.pack and self.pack < self.longest:
             raise ValueError(
-                f"`pack` has to be 0 or at least `longest` ({self.longest}), so that every answer fits, got {self.pack}."
+                f"`pack` has to be 0, or at least `longest` ({self.longest}) so that each answer fits, got {self.pack}."
             )
 
     @property
@@ -154,7 +154,9 @@ class Recipe:
         unknown = sorted(values.keys() - known.keys())
         if unknown:
             raise RecipeError(f"A recipe has no entry `{unknown[0]}`. It has: {', '.join(known)}.")
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
         for name, value in given.items():
             default = vars(_DEFAULT)[name]
             if isinstance(default, bool) != isinstance(value, bool) or (
