@@ -28,8 +28,9 @@ class LoadModel:
     draft_group_size: int = 64
     draft_dtype: str | None = None
     draft_window: int | None = None
+    draft_vocabulary: str = "auto"
     kernels: str = "auto"
-    """These seven as in `dflash_mlx.load`."""
+    """These eight as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
 

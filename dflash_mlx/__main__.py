@@ -13,6 +13,7 @@ USAGE = f"""dflash_mlx {__version__}: exact DFlash speculative decoding on MLX.
   python -m dflash_mlx.generate   one prompt, text or JSON                   (dflash-metal generate)
   python -m dflash_mlx models     the drafts there are, or a target's draft  (dflash-metal models)
   python -m dflash_mlx convert    a draft or a target as an MLX folder       (dflash-metal convert)
+  python -m dflash_mlx train      a draft for a model of your own            (dflash-metal train)
   python -m dflash_mlx doctor     what runs on this machine, and why         (dflash-metal doctor)
 
 Each takes --help. In Python: from dflash_mlx import load, generate, stream_generate
@@ -43,6 +44,12 @@ def _convert(argv: Sequence[str]) -> int:
     return convert_main(argv)
 
 
+def _train(argv: Sequence[str]) -> int:
+    from dflash_mlx.train_command import train_main
+
+    return train_main(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from dflash_mlx.doctor_command import doctor_main
 
@@ -54,6 +61,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "models": _models,
     "convert": _convert,
+    "train": _train,
     "doctor": _doctor,
 }
 

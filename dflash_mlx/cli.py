@@ -51,6 +51,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-dtype", choices=["float32", "bfloat16"], help="of the draft's activations and context")
     window = "positions that each layer of the draft keeps at most; default: all, or what the checkpoint says"
     group.add_argument("--draft-window", type=_one_or_more, metavar="N", help=window)
+    listed = "auto (default): only the tokens that the draft's folder lists, if it does; full: all tokens"
+    group.add_argument("--draft-vocabulary", choices=["auto", "full"], default="auto", help=f"to propose: {listed}")
     group.add_argument("--revision", help="branch, tag or commit of --model; default: the repository's main branch")
     group.add_argument("--draft-revision", help="branch, tag or commit of the draft; default: what `models` shows")
     group.add_argument("--gguf", help="the demo target's GGUF file, if it is on this machine already")
@@ -241,6 +243,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         draft_group_size=args.draft_group_size or _GROUP_SIZE,
         draft_dtype=args.draft_dtype,
         draft_window=args.draft_window,
+        draft_vocabulary=args.draft_vocabulary,
     )
 
 

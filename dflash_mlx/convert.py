@@ -30,6 +30,7 @@ from dflash_mlx.conversion.target import convert_target
 from dflash_mlx.draft.checkpoint import load_draft, read_config
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions, check_dtype
+from dflash_mlx.draft.vocabulary import FILE
 from dflash_mlx.files import check_space, refuse_existing, save_weights, whole_folder
 from dflash_mlx.hub.cache import DRAFT, TARGET
 from dflash_mlx.hub.names import cached_repository
@@ -39,7 +40,7 @@ from dflash_mlx.pairing.preflight_target import check_target
 from dflash_mlx.pairing.registry import DEMO
 
 # What belongs to a draft beside config and weights. Code is not copied: nothing here runs it.
-_BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
+_BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json", FILE)
 
 
 def convert(

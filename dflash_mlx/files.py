@@ -83,14 +83,14 @@ def _flush(file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def save_weights(path: Path, weights: Mapping[str, mx.array]) -> None:
-    """Write a safetensors file.
+def save_weights(path: Path, weights: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file. metadata: more entries of its header.
 
     Raises:
         OSError: it cannot be written, or was cut short. MLX reports a full disk as a RuntimeError, or not at all.
     """
     try:
-        mx.save_safetensors(str(path), dict(weights), metadata={"format": "mlx"})
+        mx.save_safetensors(str(path), dict(weights), metadata={"format": "mlx", **(metadata or {})})
     except RuntimeError as error:
         full = shutil.disk_usage(path.parent).free < sum(value.nbytes for value in weights.values())
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error

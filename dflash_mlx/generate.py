@@ -55,6 +55,7 @@ class GenerationResponse(MlxLmResponse):
     accepted, drafted: of that cycle.
     block_size:    anchor + drafts per cycle; 1 for plain decoding.
     pipelined:     whether the next draft is submitted before the verdict is read.
+    draft_vocabulary: tokens that the draft proposes from, if not all.
     cached_tokens: positions that were already in the cache.
     recomputed_tokens: positions that a `PromptCache` held too, and that were read again because the target cannot go
         back to where the conversation changed.
@@ -67,6 +68,7 @@ class GenerationResponse(MlxLmResponse):
     drafted: int = 0
     block_size: int = 1
     pipelined: bool = False
+    draft_vocabulary: int | None = None
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     stats: Stats = field(default_factory=Stats)
@@ -261,6 +263,7 @@ def _template(request: Request, session: Session, prompt_tokens: int, notes: tup
         notes=notes,
         block_size=request.block_size,
         pipelined=request.pipelined,
+        draft_vocabulary=request.draft.reduced_size if request.draft and request.mode == "dflash" else None,
         cached_tokens=session.cache.length,
         recomputed_tokens=0 if request.prompt_cache is None else request.prompt_cache.recomputed,
         stats=session.stats,

@@ -24,6 +24,7 @@ from dflash_mlx import cpu, demo, threads
 from dflash_mlx.draft.checkpoint import check_pair, load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
+from dflash_mlx.draft.vocabulary import borrow_head
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Progress, Source, find
@@ -58,6 +59,7 @@ def load(
     draft_group_size: int = 64,
     draft_dtype: str | None = None,
     draft_window: int | None = None,
+    draft_vocabulary: str = "auto",
     dtype: str | None = None,
     blas: str = "auto",
     kernels: str | Kernels = "auto",
@@ -78,6 +80,8 @@ def load(
         draft_revision: branch, tag or commit of the draft's repository; default: the registry's, or main.
         draft_bits, draft_group_size: quantise the draft on load, to 4 or 8 bits. draft_dtype: "float32" or
             "bfloat16". draft_window: context rows that each of its layers keeps at most; default all.
+        draft_vocabulary: "auto": where the draft's folder lists the tokens worth proposing, only those are proposed;
+            "full": all are. It never changes an answer.
         dtype: "float32", "bfloat16" or "float16" for the floating parameters; default as stored, and for "demo"
             what decodes fastest here. "packed" (demo only) keeps its 4-bit weights.
         blas: "auto" binds a real BLAS to MLX's CPU backend on Linux; "off" does not.
@@ -104,9 +108,10 @@ def load(
     wanted = preflight.model_name("draft", draft) if returns_draft and draft is not None else None
     for_draft = {"draft_revision": draft_revision, "draft_bits": draft_bits}
     for_draft |= {"draft_dtype": draft_dtype, "draft_window": draft_window}
+    for_draft |= {"draft_vocabulary": None if draft_vocabulary == "auto" else draft_vocabulary}
     if wanted is None:
         _refuse_unused(for_draft, "a load without a draft")
-    options = DraftOptions(draft_bits, draft_group_size, draft_dtype, draft_window)
+    options = DraftOptions(draft_bits, draft_group_size, draft_dtype, draft_window, draft_vocabulary)
     _check_choices(dtype, blas, is_demo)
     parse_wish(kernels)
     tell = progress or (lambda message, share: None)
@@ -236,6 +241,7 @@ def _load_draft(
     if name == DEMO and on_cpu:
         draft.block_size = min(_DEMO_CPU_BLOCK, draft.config.block_size)
     check_pair(draft, target, target_name)
+    borrow_head(draft, target)
     draft.notes = (*draft.notes, *resolution.notes)
     draft.known_tokens = 1 + max(tokenizer.get_vocab().values())
     return draft

@@ -72,6 +72,7 @@ def as_json(last: GenerationResponse, answer: Answer, check: Divergence | None =
         "acceptance_histogram": {str(k): stats.histogram[k] for k in sorted(stats.histogram)},
         "block_size": last.block_size,
         "pipelined": last.pipelined,
+        "draft_vocabulary": last.draft_vocabulary,
         "host_syncs": stats.host_syncs,
         "rechecked": stats.rechecked,
         "peak_memory_gb": last.peak_memory,
@@ -95,6 +96,8 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
         length, block = stats.mean_acceptance_length, f"{last.block_size}{', pipelined' if last.pipelined else ''}"
         lines.append(f"dflash: block {block}, {_number(length)} tokens per cycle over {drafting} cycles, {share}")
+        if last.draft_vocabulary is not None:
+            lines.append(f"the draft proposes {last.draft_vocabulary} of the target's tokens and leaves out the others")
         if stats.plain_steps > 1:
             lines.append(f"and {stats.plain_steps} plain steps, to rest from drafts that do not pay or to measure")
         if stats.rechecked:

@@ -19,6 +19,7 @@ from dflash_mlx.cache import TargetCache, positions_held
 from dflash_mlx.decode import UNLIMITED, Session
 from dflash_mlx.draft.checkpoint import check_pair
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.draft.vocabulary import borrow_head
 from dflash_mlx.errors import CacheStateError, DraftFault
 from dflash_mlx.exact import Cautious
 from dflash_mlx.fallback import (
@@ -210,6 +211,7 @@ def plan(
     target = target_for(model)
     if draft is not None:
         check_pair(draft, target, target.spec.model_type)
+        borrow_head(draft, target)
         block_size = _block(draft, options.block_size)
     held, entries = _check_cache(prompt_cache, target, draft)
     if draft is not None and draft.fault is not None and options.strict and options.mode != "plain":

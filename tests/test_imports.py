@@ -30,6 +30,7 @@ LAYERS = [
     {"divergence"},
     {"cli", "generate_command", "models_command", "convert_command", "doctor_command"},
     {"training"},
+    {"train_command"},
     {"app"},
     {"chat"},
     {"__main__"},
@@ -45,7 +46,7 @@ def test_importing_the_package_imports_no_mlx() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor"])
+@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor", "__main__ train"])
 def test_help_imports_no_mlx(module: str) -> None:
     name, *words = module.split()
     code = (

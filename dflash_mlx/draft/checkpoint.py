@@ -24,10 +24,9 @@ from dflash_mlx.draft.formats_shapes import fitting
 from dflash_mlx.draft.formats_vocabulary import take_target_ids
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions, quantize
+from dflash_mlx.draft.vocabulary import PADDING, read_vocabulary
 from dflash_mlx.errors import CheckpointError, IncompatiblePair
 from dflash_mlx.targets import Target, TargetSpec
-
-_PADDING = 512  # rows by which padded embeddings of one vocabulary may differ
 
 
 def read_config(folder: Path) -> DraftConfig:
@@ -90,10 +89,13 @@ def load_draft(
             "draft accepts less",
         )
     ids = take_target_ids(tensors, draft.config, draft.name)
+    listed = read_vocabulary(folder, draft.config, draft.name)
     _check_values(draft, tensors, folder)
     draft.load_weights(list(tensors.items()), strict=True)
     if ids is not None:
         draft.map_ids(ids)
+    if listed is not None and options.vocabulary == "auto":
+        draft.vocabulary, draft.largest_id = listed, int(listed[-1])
     if not packed and options.bits is None:
         dequantize_model(draft)
     if options.bits is not None:
@@ -177,7 +179,7 @@ def check_sizes(config: DraftConfig, name: str, spec: TargetSpec, target_name: s
     facts = [
         ("hidden size", config.hidden_size, spec.hidden_size, config.hidden_size == spec.hidden_size),
         ("number of target layers", layers, spec.n_layers, not stated or layers == spec.n_layers),
-        ("vocabulary size", config.vocab_size, rows, abs(config.vocab_size - rows) < _PADDING),
+        ("vocabulary size", config.vocab_size, rows, abs(config.vocab_size - rows) < PADDING),
         ("mask token id", mask, f"{rows} rows", config.own_embedding or mask < rows),
     ]
     for what, ours, theirs, fits in facts:

@@ -8,8 +8,11 @@ Sources: DFlash paper (arXiv 2602.06036) sections 3.1-3.3; tensor names are z-la
 
 from __future__ import annotations
 
+import weakref
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.activations import swiglu
 
 from dflash_mlx.blocksize import Costs
@@ -169,6 +172,9 @@ class DraftModel(nn.Module):
     context_window: context rows that its layers keep at most; None keeps all that they see.
     largest_id: the largest target id that a reduced vocabulary proposes; -1 for a full one, whose padding is cut off.
     known_tokens: ids below this are in the tokenizer, and no other is a candidate of the selector; None: all are.
+    vocabulary: [n] ascending target ids, the only ones that it proposes through the target's head (`draft.vocabulary`
+        has it borrow their rows); None: all, or what a head of its own says.
+    lender:     the head that it borrowed from.
     """
 
     def __init__(self, config: DraftConfig, name: str = "draft") -> None:
@@ -182,11 +188,14 @@ class DraftModel(nn.Module):
         self.fault: str | None = None
         self.context_window = config.context_window
         self.known_tokens: int | None = None
+        self.vocabulary: np.ndarray | None = None
+        self.lender: weakref.ref[nn.Module] | None = None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [Layer(config, index) for index in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._ids: mx.array | None = None
+        self._borrowed: nn.Module | None = None  # no part of its parameters: they are what its checkpoint holds
         self.largest_id = -1
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.selector)
@@ -223,6 +232,25 @@ class DraftModel(nn.Module):
         if self.config.draft_vocab_size != self.config.vocab_size:
             largest: int = self._ids.max().item()  # type: ignore[assignment]
             self.largest_id = largest
+
+    def borrow_head(self, head: nn.Module, ids: mx.array) -> None:
+        """Propose through these rows of the target's head: row i means the target id ids[i], [n] int32."""
+        self._ids = ids.astype(mx.int32)
+        mx.eval(self._ids)
+        self._borrowed = head
+
+    @property
+    def head(self) -> nn.Module | None:
+        """Its own head, or borrowed rows of the target's; None: it shares the target's, whole."""
+        return self._borrowed if self.config.draft_vocab_size is None else self.lm_head
+
+    @property
+    def reduced_size(self) -> int | None:
+        """How many tokens it proposes from, if not all."""
+        if self._borrowed is not None:
+            return None if self._ids is None else len(self._ids)
+        rows = self.config.draft_vocab_size
+        return rows if rows is not None and rows < self.config.vocab_size else None
 
     def make_context(self, start: int = 0) -> DraftContext:
         return DraftContext(self.config, start, window=self.context_window)

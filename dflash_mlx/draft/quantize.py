@@ -12,6 +12,7 @@ from dflash_mlx.draft.model import DraftModel
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("float32", "bfloat16")
+VOCABULARIES = ("auto", "full")
 # Fusion and what DFlash 2 adds lose more than they save; a head and an embedding of its own decide its tokens.
 _WIDE = ("fc", "candidate_selector", "lm_head", "embed_tokens")
 _WIDE_LEAF = "kernel_projection"
@@ -25,6 +26,7 @@ class DraftOptions:
     group_size: weights that share a scale: 32, 64 or 128.
     dtype:      of the activations and of the context: "float32" or "bfloat16"; None is the loader's choice.
     window:     context rows that every layer keeps at most, 1 or more; None keeps all (or what the checkpoint says).
+    vocabulary: "auto" proposes only the tokens that the draft's folder lists, if it does; "full" proposes all.
 
     Raises:
         ValueError: a value is out of range; the message names it as `load` does.
@@ -34,6 +36,7 @@ class DraftOptions:
     group_size: int = 64
     dtype: str | None = None
     window: int | None = None
+    vocabulary: str = "auto"
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -44,6 +47,11 @@ class DraftOptions:
             raise ValueError(
                 f"`draft_window` has to be an integer of 1 or more (context rows that each layer of the draft keeps at "
                 f"most), or None, which keeps what the checkpoint says; got {self.window!r}."
+            )
+        if self.vocabulary not in VOCABULARIES:
+            raise ValueError(
+                "`draft_vocabulary` has to be 'auto' (the tokens that the draft's folder lists, if it does) or 'full' "
+                f"(all), got {self.vocabulary!r}."
             )
 
 

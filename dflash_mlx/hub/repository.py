@@ -68,23 +68,23 @@ class Source:
         wanted = [name for name in self.files() if any(fnmatch(name, pattern) for pattern in self.kind.patterns)]
         return {name: sizes[name] for name in wanted if cached_file(self.name, name, commit) is None}
 
-    def config(self) -> dict[str, Any]:
-        """The object in config.json, which is fetched if need be.
+    def config(self, name: str = "config.json") -> dict[str, Any]:
+        """The object in config.json, or in another JSON file, which is fetched if need be.
 
         Raises:
             FetchError, CheckpointError: it cannot be had, or is no object.
         """
         if self.folder is not None:
-            path = self.folder / "config.json"
+            path = self.folder / name
         else:
-            if self.listing and "config.json" not in self.listing.sizes:
+            if self.listing and name not in self.listing.sizes:
                 raise FetchError(
-                    f"{self.name} has no config.json in its top folder, so it is not a model that is loaded from here. "
+                    f"{self.name} has no {name} in its top folder, so it is not a model that is loaded from here. "
                     "Choose another repository; for one of its subfolders, download that and give its path."
                 )
             commit = self.listing.commit if self.listing else self.revision
             with explained(self.name, self.revision):
-                path = Path(hub.hf_hub_download(self.name, "config.json", revision=commit))
+                path = Path(hub.hf_hub_download(self.name, name, revision=commit))
         return read_object(path)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from dflash_mlx import demo, spellings
 from dflash_mlx.config import DraftConfig
+from dflash_mlx.draft import vocabulary
 from dflash_mlx.errors import DFlashError, UnsupportedTarget
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Source, find
@@ -93,7 +94,7 @@ def inspect(name: str, revision: str | None, draft: str | None, draft_revision: 
             name=name,
             runs=served,
             runs_reason=why,
-            config=_draft_facts(config) if is_draft else _target_facts(config),
+            config=_draft_facts(config, target) if is_draft else _target_facts(config),
             **_place(target, "fetched and converted when it is first loaded" if name == registry.DEMO else "not read"),
         ),
         draft=dict(
@@ -102,7 +103,7 @@ def inspect(name: str, revision: str | None, draft: str | None, draft_revision: 
             reason=resolution.reason,
             notes=list(resolution.notes),
             licence=row.licence if row else None,
-            config=(_draft_facts(_config(source)) if source else {}) or _listed_facts(row),
+            config=(_draft_facts(_config(source), source) if source else {}) or _listed_facts(row),
             **(_place(source, "not read") if source else dict(where="not read", to_fetch_bytes=None)),
         ),
         refused=str(refused) if refused else None,
@@ -166,8 +167,8 @@ def _target_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a draft's config.json; nothing if it cannot be read."""
+def _draft_facts(config: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Of a draft's config.json and of its list of tokens to propose; nothing if the config cannot be read."""
     try:
         draft = DraftConfig.from_dict(config)
     except DFlashError:
@@ -179,7 +180,20 @@ def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
         hidden=draft.hidden_size,
         taps=list(draft.target_layer_ids),
     )
+    if proposed := _proposed(draft, source):
+        facts["draft_vocabulary"] = proposed
     return facts | ({"made_for": draft.verifier} if draft.verifier else {})
+
+
+def _proposed(draft: DraftConfig, source: Source) -> int | None:
+    """How many tokens it proposes from, if not all; None too where that cannot be read."""
+    if draft.draft_vocab_size is not None or vocabulary.FILE not in source.files():
+        return draft.draft_vocab_size
+    try:
+        listed = vocabulary.listed_in(source.config(vocabulary.FILE), draft, source.name)
+    except DFlashError:
+        return None
+    return None if listed is None else len(listed)
 
 
 def _listed_facts(row: registry.Row | None) -> dict[str, Any]:

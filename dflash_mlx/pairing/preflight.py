@@ -17,6 +17,7 @@ from dflash_mlx.draft import checkpoint
 from dflash_mlx.draft.formats import MODELOPT, explain_folder, read_tensors
 from dflash_mlx.draft.formats_shapes import fitting
 from dflash_mlx.draft.formats_vocabulary import take_target_ids
+from dflash_mlx.draft.vocabulary import FILE, listed_in, read_vocabulary
 from dflash_mlx.errors import CheckpointError, FetchError, UnsupportedTarget
 from dflash_mlx.hub.cache import DRAFT
 from dflash_mlx.hub.repository import Source, find
@@ -110,11 +111,15 @@ def check_draft(draft: Source) -> DraftConfig:
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
             fitted = fitting(shapes, config, draft.name, draft.folder).config
             take_target_ids(tensors, fitted, draft.name)
+            read_vocabulary(draft.folder, fitted, draft.name)
             return fitted
         check_weights(draft)
         if MODELOPT in draft.files():
             raise spellings.packed_elsewhere(f"{draft.name} has a {MODELOPT}")
-        return checkpoint.check_shapes(DraftConfig.from_dict(draft.config()), draft.shapes(), draft.name)
+        config = checkpoint.check_shapes(DraftConfig.from_dict(draft.config()), draft.shapes(), draft.name)
+        if FILE in draft.files():
+            listed_in(draft.config(FILE), config, draft.name)
+        return config
 
 
 def check_tokens(folder: Path, name: str, target: Mapping[str, int], target_name: str) -> None:

@@ -106,10 +106,10 @@ class BlockProposer:
 
     def _logits(self, hidden: mx.array) -> mx.array:
         """[K, H] -> [K, rows of the head], with the draft's own scaling."""
-        if self.draft.config.draft_vocab_size is None:
-            logits = self.target.head(hidden[None].astype(self.target.spec.dtype))[0]
-        else:
-            logits = linear(self.draft.lm_head, hidden, self.kernels)
+        head = self.draft.head
+        if self.draft.config.draft_vocab_size is None:  # the target's head, whole or not, is given the target's type
+            hidden = hidden.astype(self.target.spec.dtype)
+        logits = self.target.head(hidden[None])[0] if head is None else linear(head, hidden, self.kernels)
         return self.draft.transform_logits(logits)
 
     def _walk(

@@ -59,7 +59,7 @@ def _wanted(draft: DraftModel, target: Target, kernels: Kernels) -> _Wanted | No
     own = config.draft_vocab_size is not None
     if not kernels.wired or config.output_multiplier != 1.0 or (own and config.selector is not None):
         return None
-    head = head_of(draft.lm_head if own else target.head_module, kernels)
+    head = head_of(target.head_module if draft.head is None else draft.head, kernels)
     if head is None:
         return None
     dtype = draft.dtype if own else target.spec.dtype

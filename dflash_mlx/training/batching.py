@@ -41,7 +41,7 @@ class Answer:
     """tokens: prompt and response, the stop token included if it ended with one.
 
     top_ids, top_logprobs: [response tokens, k], what each token was chosen from, most likely first; missing are -inf.
-    features: [len(tokens) - 1, F] float16, or None.
+    features: [len(tokens) - 1, F] float16, or float32 where they overflow that; None.
     """
 
     sample: Sample

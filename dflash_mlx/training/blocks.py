@@ -19,7 +19,7 @@ import numpy as np
 from dflash_mlx.training.recipe import Recipe
 
 _MIXED = 16  # micro-batches among whose answers those of like length are put together
-_ROUND = 32  # features are padded to a multiple of it: few shapes, so that few buffers are made
+ROUND = 32  # features are padded to a multiple of it: few shapes, so that few buffers are made
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class Plan:
 def assemble(draws: Sequence[Draw], sample_of: Callable[[int], Sample], recipe: Recipe) -> Blocks:
     """The micro-batch of these draws."""
     samples = [sample_of(draw.sample) for draw in draws]
-    rows = _rows([int(draw.anchors[-1]) for draw in draws], recipe.pack)
+    rows = rows_of([int(draw.anchors[-1]) for draw in draws], recipe.pack)
     anchors = max(sum(len(draws[index].anchors) for index in row) for row in rows)
     return _filled(rows, draws, samples, anchors, recipe.block_size)
 
 
-def _rows(context: Sequence[int], pack: int) -> list[list[int]]:
+def rows_of(context: Sequence[int], pack: int) -> list[list[int]]:
     """Which of the answers share a row: as many in turn as have room for their context."""
     if not pack:
         return [[index] for index in range(len(context))]
@@ -174,9 +174,9 @@ def _filled(
     """A row holds the context of its answers one after the other: all positions before their last anchors."""
     contexts = [int(draw.anchors[-1]) for draw in draws]
     longest = max(sum(contexts[index] for index in row) for row in rows)
-    length = -(-longest // _ROUND) * _ROUND
+    length = -(-longest // ROUND) * ROUND
     count, width = len(rows), samples[0].features.shape[1]
-    features = np.zeros((count, length, width), samples[0].features.dtype)
+    features = np.zeros((count, length, width), np.result_type(*(sample.features for sample in samples)))
     segments = np.full((count, length), -1, np.int32)
     positions = np.zeros((count, length), np.int32)
     anchor_segments = np.full((count, anchors), -1, np.int32)

@@ -5,32 +5,32 @@
     soft-16/00042.safetensors           the target's distributions, their 16 likeliest tokens
     features-1-8-14/00042.safetensors   outputs of these layers of the target
 
-`Shard` says what is in them. Only manifest and tokens matter: the rest can be computed again from them, is too large
-for a repository and may be missing or deleted.
+`shard.Shard` says what is in them. Only manifest and tokens matter: the rest can be computed again from them, is too
+large for a repository and may be missing or deleted.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import check_written, whole_file
+from dflash_mlx.files import whole_file
+from dflash_mlx.training import features as stored
 from dflash_mlx.training.batching import Answer
+from dflash_mlx.training.columns import DatasetError as DatasetError
+from dflash_mlx.training.columns import load, opened, rows, save
+from dflash_mlx.training.shard import Shard as Shard
+from dflash_mlx.training.target_identity import what_decides
 
 FORMAT = 1
 _TOKENS = "shards"
 _AGAIN = "generate again: only it is made anew"
-_COMPLETE = "complete the data set (`training.recompute.complete`): only it is computed again"
+_COMPLETE = "complete the data set (`python -m dflash_mlx.training.recompute`): only it is computed again"
 _TEXTS = "samples"  # of a shard's metadata: JSON with a list per column of text
 
 
@@ -44,52 +44,6 @@ def _soft(top: int) -> str:
 
 def _features(layers: Sequence[int]) -> str:
     return "-".join(["features", *map(str, layers)])
-
-
-class DatasetError(DFlashError):
-    """A data set is incomplete, damaged, or of something else than what was asked for."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Samples of one batch. Arrays over samples [n]: offsets [n + 1] into `tokens`; prompt_lengths; prompts (keys of
-    the prompts), numbers (0 greedy, others drawn), held_out, stopped, and categories, topics as text.
-
-    tokens: [all] uint16 or uint32, prompt and response of each sample.
-    top_ids, top_logprobs: [all response tokens, k] uint16 or uint32, and float16: the distribution that each response
-        token was chosen from, most likely first, -inf where fewer matter. None if they are not stored.
-    features: [all tokens but the last of each sample, F] float16, or None.
-    """
-
-    offsets: np.ndarray
-    tokens: np.ndarray
-    prompt_lengths: np.ndarray
-    prompts: np.ndarray
-    numbers: np.ndarray
-    held_out: np.ndarray
-    stopped: np.ndarray
-    categories: list[str]
-    topics: list[str]
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
-    features: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.prompt_lengths)
-
-    def sequence(self, index: int) -> np.ndarray:
-        """Prompt and response of a sample."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    @property
-    def response_offsets(self) -> np.ndarray:
-        """[n + 1] into `top_ids` and `top_logprobs`."""
-        return np.concatenate([[0], np.cumsum(np.diff(self.offsets) - self.prompt_lengths)])
-
-    @property
-    def feature_offsets(self) -> np.ndarray:
-        """[n + 1] into `features`."""
-        return np.concatenate([[0], np.cumsum(np.diff(self.offsets) - 1)])
 
 
 class Dataset:
@@ -129,6 +83,8 @@ class Dataset:
     def create_or_resume(cls, folder: Path, manifest: Mapping[str, Any]) -> Dataset:
         """The data set with this manifest in `folder`, made if there is none.
 
+        What names the same target and the same prompts otherwise, as on another machine, is the same manifest.
+
         Raises:
             DatasetError: the folder holds one that was made otherwise, and says what differs; or shards of which
                 nothing says how they were made.
@@ -137,9 +93,10 @@ class Dataset:
         path = folder / "manifest.json"
         if path.exists():
             found = cls.open(folder)
-            if found.manifest != wanted:
+            ours, theirs = what_decides(found.manifest, wanted)
+            if ours != theirs:
                 raise DatasetError(
-                    f"{folder} holds a data set that was made otherwise: {_difference(found.manifest, wanted)}. Two "
+                    f"{folder} holds a data set that was made otherwise: {_difference(ours, theirs)}. Two "
                     "kinds in one folder could not be told apart. Use the same settings to continue it, or another "
                     "folder."
                 )
@@ -187,16 +144,16 @@ class Dataset:
         }
         texts = json.dumps({"categories": [p.category for p in prompts], "topics": [p.topic for p in prompts]})
         # One entry: safetensors writes several in an order that changes.
-        _save(self.folder / _TOKENS / _name(number), columns, {_TEXTS: texts})
+        save(self.folder / _TOKENS / _name(number), columns, {_TEXTS: texts})
 
     def write_soft(self, number: int, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
         """Store the distributions of a shard, `Shard.top_ids` and `Shard.top_logprobs`."""
         columns = {"top_ids": self._narrow(top_ids), "top_logprobs": top_logprobs}
-        _save(self.folder / _soft(top_ids.shape[1]) / _name(number), columns)
+        save(self.folder / _soft(top_ids.shape[1]) / _name(number), columns)
 
     def write_features(self, number: int, layers: Sequence[int], features: np.ndarray) -> None:
-        """Store the features of a shard, `Shard.features`."""
-        _save(self.folder / _features(layers) / _name(number), {"features": features})
+        """Store the features of a shard, `Shard.features`; as they are, not divided by anything."""
+        save(self.features_path(number, layers), stored.columns_of(features, len(layers)))
 
     def _narrow(self, ids: np.ndarray) -> np.ndarray:
         """As uint16 if they fit. A target's head may have more rows than its tokenizer has ids."""
@@ -210,13 +167,14 @@ class Dataset:
             DatasetError: it is damaged, or what lies beside its tokens is not of them.
         """
         name = _name(number)
-        columns, metadata = _load(self.folder / _TOKENS / name, _AGAIN)
+        columns, metadata = load(self.folder / _TOKENS / name, _AGAIN)
         texts = json.loads(metadata[_TEXTS])
         lengths = columns.pop("lengths").astype(np.int64)
         extra: dict[str, np.ndarray] = {}
-        for path in (self.folder / _soft(top) / name, self.folder / _features(layers) / name):
+        for path in (self.soft_path(number, top), self.features_path(number, layers)):
             if path.exists():
-                extra |= _load(path, _COMPLETE)[0]
+                extra |= load(path, _COMPLETE)[0]
+        features = extra.get(stored.FEATURES)
         shard = Shard(
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             tokens=columns["tokens"],
@@ -229,15 +187,46 @@ class Dataset:
             topics=texts["topics"],
             top_ids=extra.get("top_ids"),
             top_logprobs=extra.get("top_logprobs"),
-            features=extra.get("features"),
+            features=None if features is None else stored.unscaled(features, extra.get(stored.SCALES)),
         )
-        for rows, offsets in ((shard.top_ids, shard.response_offsets), (shard.features, shard.feature_offsets)):
-            if rows is not None and len(rows) != offsets[-1]:
+        for found, offsets in ((shard.top_ids, shard.response_offsets), (shard.features, shard.feature_offsets)):
+            if found is not None and len(found) != offsets[-1]:
                 raise DatasetError(
-                    f"Beside shard {name} of {self.folder} lie {len(rows)} rows for {offsets[-1]} tokens, so they are "
+                    f"Beside shard {name} of {self.folder} lie {len(found)} rows for {offsets[-1]} tokens, so they are "
                     f"of other answers. Delete what lies beside it, and {_COMPLETE}."
                 )
         return shard
+
+    def feature_rows(self, number: int, layers: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """Rows of `Shard.features`, without reading the others.
+
+        Raises:
+            DatasetError: the file is not there, or damaged. ValueError: it has not so many rows.
+        """
+        with opened(self.features_path(number, layers), _COMPLETE) as file:
+            return stored.read_rows(file, start, stop)
+
+    def soft_rows(self, number: int, top: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of `Shard.top_ids` and `Shard.top_logprobs`, without reading the others. Raises as `feature_rows`."""
+        with opened(self.soft_path(number, top), _COMPLETE) as file:
+            return rows(file, "top_ids", start, stop), rows(file, "top_logprobs", start, stop)
+
+    def tokens_path(self, number: int) -> Path:
+        """Where the tokens of a shard are."""
+        return self.folder / _TOKENS / _name(number)
+
+    def soft_path(self, number: int, top: int) -> Path:
+        """Where the distributions of a shard are, if they are stored: `top_ids` and `top_logprobs`."""
+        return self.folder / _soft(top) / _name(number)
+
+    def features_path(self, number: int, layers: Sequence[int]) -> Path:
+        """Where the features of a shard are, if they are stored: `features`."""
+        return self.folder / _features(layers) / _name(number)
+
+    def tops(self) -> list[int]:
+        """Tokens per distribution that some shard has distributions of, ascending."""
+        names = (re.fullmatch(r"soft-(\d+)", path.name) for path in self.folder.glob("soft-*"))
+        return sorted(int(name[1]) for name in names if name)
 
     def shards(self, *, top: int = 0, layers: Sequence[int] = ()) -> Iterator[Shard]:
         """All that are there, one at a time."""
@@ -252,22 +241,3 @@ def _difference(found: Any, wanted: Any, where: str = "") -> str:
             if found.get(key) != wanted.get(key):
                 return _difference(found.get(key), wanted.get(key), f"{where}.{key}" if where else key)
     return f"its {where} is {found!r}, asked for is {wanted!r}"
-
-
-def _save(path: Path, columns: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with whole_file(path) as aside:
-        try:
-            save_file(dict(columns), aside, metadata)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(errno.EIO, f"cannot be written ({error}). Is the disk full?", str(path)) from error
-        check_written(aside)
-        aside.chmod(0o644)
-
-
-def _load(path: Path, cure: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    try:
-        with safe_open(path, "numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except Exception as error:  # SafetensorError, OSError
-        raise DatasetError(f"{path} is damaged ({error}). Delete it, and {cure}.") from error

@@ -17,12 +17,13 @@ from mlx.utils import tree_map
 
 from dflash_mlx.cache import TargetCache
 from dflash_mlx.targets import Forward, Target, target_for
+from dflash_mlx.training.features import narrow
 from dflash_mlx.training.host_llama import HostLlama
 
 
 @dataclass(frozen=True)
 class Rows:
-    """logits: [B, V] float32 at the last position; features: [B, T, len(taps) * H] float16, or None without taps."""
+    """logits: [B, V] float32 at the last position; features: [B, T, len(taps) * H], narrow, or None without taps."""
 
     logits: np.ndarray
     features: np.ndarray | None
@@ -30,7 +31,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Whole:
-    """hidden: [B, T, H] before the final norm; features: [B, T, len(taps) * H] float16, or None without taps."""
+    """hidden: [B, T, H] before the final norm; features: [B, T, len(taps) * H], narrow, or None without taps."""
 
     hidden: np.ndarray
     features: np.ndarray | None
@@ -108,7 +109,7 @@ class MlxDecoder:
         return forward
 
     def _features(self, forward: Forward) -> np.ndarray | None:
-        return None if forward.features is None else np.array(forward.features.astype(mx.float16))
+        return None if forward.features is None else narrow(np.array(forward.features.astype(mx.float32)))
 
 
 def _has_rows(part: Any) -> bool:

@@ -8,8 +8,6 @@ Stop it at any moment, and start it again with the same arguments to go on: what
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import sys
 import time
@@ -169,20 +167,18 @@ def describe(
     from dataclasses import asdict
 
     from dflash_mlx.training.prompts import fingerprint
+    from dflash_mlx.training.target_identity import tokenizer_facts
 
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    template = tokenizer.chat_template if tokenizer.has_chat_template else ""
     return {
         "target": target,
-        "vocabulary": 1 + vocabulary[-1][1],
-        "tokenizer_sha256": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
-        "template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
+        **tokenizer_facts(tokenizer),
         "prompts": {"source": source, "count": len(prompts), "sha256": fingerprint(prompts)},
         "settings": {key: value for key, value in asdict(settings).items() if key not in _BESIDE},
     }
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def layers(text: str) -> tuple[int, ...]:
+    """Of --features. Raises ArgumentTypeError."""
     try:
         return tuple(int(each) for each in text.split(",") if each)
     except ValueError:
@@ -223,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
         "--top", type=int, default=default.top, help="likeliest tokens kept of each distribution; 0: none"
     )
     made.add_argument(
-        "--features", type=_layers, default=(), metavar="LAYERS", help="store outputs of these layers, as in 1,8,14"
+        "--features", type=layers, default=(), metavar="LAYERS", help="store outputs of these layers, as in 1,8,14"
     )
     made.add_argument(
         "--part", type=_part, default=(1, 1), metavar="K/N", help="make every N-th shard only, beginning with the K-th"
@@ -235,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `cli.guarded` does."""
     from dflash_mlx.cli import guarded
+    from dflash_mlx.training.interrupts import Interrupts
 
     read = parser()
     args = read.parse_args(argv)
@@ -246,7 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         read.error(str(error))
     # numpy brings a BLAS of its own, which reads this when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))
-    return guarded(lambda: _run(args, settings))
+
+    def run() -> int:
+        with Interrupts() as interrupts, interrupts.at_once():  # SIGTERM too leaves no half-written file
+            return _run(args, settings)
+
+    return guarded(run)
 
 
 def _run(args: argparse.Namespace, settings: Settings) -> int:

@@ -19,6 +19,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import llama
 
+from dflash_mlx.training.features import narrow
+
 if TYPE_CHECKING:
     from dflash_mlx.training.decoder import Rows, Whole
 
@@ -155,7 +157,7 @@ class HostLlama:
             h += self._attend(index, normed @ layer.qkv, batch, width) @ layer.out
             h += _swiglu(_rms(h, layer.mlp_norm, self._eps) @ layer.gate_up) @ layer.down
             if index in self.taps:
-                outputs[index] = h.astype(np.float16)
+                outputs[index] = narrow(h)
         self._length += width
         features = np.concatenate([outputs[tap] for tap in self.taps], axis=-1) if outputs else None
         shaped = None if features is None else features.reshape(batch, width, -1)

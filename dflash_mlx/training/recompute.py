@@ -1,9 +1,19 @@
 """Distributions and features of a data set that has only its tokens, as after a checkout on another machine.
 
-They equal those that were stored with the answers up to rounding: here a sequence is read in one piece.
+    python -m dflash_mlx.training.recompute --data DIR --features 1,8,14
+
+They equal those that were stored with the answers up to rounding: here a sequence is read in one piece. Stop it at any
+moment, and start it again with the same arguments to go on.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # before numpy is imported, whose BLAS reads its number of threads then
+    import sys
+
+    from dflash_mlx.training.recompute_command import main
+
+    sys.exit(main())
 
 from collections.abc import Callable, Sequence
 

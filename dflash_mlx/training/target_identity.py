@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +26,17 @@ def identity(name: str, revision: str | None, model: nn.Module) -> dict[str, Any
     return found | {"revision": revision}
 
 
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """What a manifest says of a tokenizer: how many ids it has, and digests of its tokens and its chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    template = tokenizer.chat_template if tokenizer.has_chat_template else ""
+    return {
+        "vocabulary": 1 + vocabulary[-1][1],
+        "tokenizer_sha256": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+        "template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
+    }
+
+
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 over names, shapes and the first rows of all parameters: another model or another fine-tune differs."""
     digest = hashlib.sha256()
@@ -33,6 +46,23 @@ def weights_digest(model: nn.Module) -> str:
         digest.update(f"{name} {value.shape} {value.dtype}\n".encode())
         digest.update(np.array(rows).tobytes())
     return digest.hexdigest()
+
+
+def what_decides(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two manifests without what may differ between two of the same data.
+
+    Where both have a digest of the weights it is the target, with its dtype, wherever it lay; prompts are their digest.
+    """
+    return _decisive(found, wanted), _decisive(wanted, found)
+
+
+def _decisive(manifest: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(manifest)
+    for part, digest, decisive in (("target", "weights", ("weights", "dtype")), ("prompts", "sha256", None)):
+        here, there = manifest.get(part), other.get(part)
+        if isinstance(here, Mapping) and isinstance(there, Mapping) and digest in here and digest in there:
+            kept[part] = {key: value for key, value in here.items() if key in (decisive or here.keys() - {"source"})}
+    return kept
 
 
 def _dtype(model: nn.Module) -> str:

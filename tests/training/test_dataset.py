@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx.training import dataset as dataset_module
+from dflash_mlx.training import columns as columns_module
 from dflash_mlx.training.batching import Answer, Sample
 from dflash_mlx.training.dataset import Dataset, DatasetError
+from dflash_mlx.training.features import columns_of, narrow, rounded
 from dflash_mlx.training.generate import Settings, generate, main
 from dflash_mlx.training.prompts import Prompt
 from tests.families import tiny
@@ -62,7 +66,7 @@ def test_an_interrupt_while_a_shard_is_written_leaves_no_part_of_it(
 ) -> None:
     """Tokens are written last: distributions without tokens are written again, tokens without them never appear."""
     whole = contents(run(tmp_path / "whole", tokenizer).folder)
-    save = dataset_module.save_file
+    save = columns_module.save_file
     written: list[Path] = []
 
     def full(columns: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None) -> None:
@@ -72,7 +76,7 @@ def test_an_interrupt_while_a_shard_is_written_leaves_no_part_of_it(
             raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "save_file", full)
+        patch.setattr(columns_module, "save_file", full)
         with pytest.raises(OSError, match="full"):
             run(tmp_path / "parts", tokenizer)
     found = Dataset.open(tmp_path / "parts")
@@ -290,3 +294,142 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted(
         assert max(len(shard.sequence(0)) for shard in dataset.shards()) <= 43
         assert sum(len(shard) for shard in dataset.shards()) == 2
     assert lines[0].startswith("6 samples left out")
+
+
+# --- The same data set elsewhere ---
+
+IDENTITY = {"name": "here/target", "dtype": "float32", "weights": "ab" * 32, "revision": None}
+
+
+def manifest(**target: Any) -> dict[str, Any]:
+    prompts = {"source": "prompts.jsonl", "count": 3, "sha256": "cd" * 32}
+    return {"target": IDENTITY | target, "vocabulary": 258, "tokenizer_sha256": "ef" * 32, "prompts": prompts}
+
+
+def test_a_data_set_is_continued_where_target_and_prompts_lie_elsewhere(tmp_path: Path) -> None:
+    """Copied to another machine it would otherwise have to be made again; its own manifest stays."""
+    Dataset.create_or_resume(tmp_path, manifest())
+    before = contents(tmp_path)
+    moved = manifest(name="/elsewhere/copy", revision="main")
+    moved["prompts"] |= {"source": "/elsewhere/prompts.jsonl"}
+    assert Dataset.create_or_resume(tmp_path, moved).manifest["target"]["name"] == "here/target"
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (manifest(weights="ff" * 32), "target.weights"),
+        (manifest(dtype="bfloat16"), "target.dtype"),
+        (manifest() | {"tokenizer_sha256": "00"}, "tokenizer_sha256"),
+        (manifest() | {"prompts": {"source": "prompts.jsonl", "count": 3, "sha256": "00"}}, "prompts.sha256"),
+        ({"target": {"name": "other"}}, "target"),
+    ],
+)
+def test_another_target_of_the_same_name_is_not_continued(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    """A fine-tune in the same place answers otherwise."""
+    Dataset.create_or_resume(tmp_path, manifest())
+    with pytest.raises(DatasetError, match=f"made otherwise: its {named}"):
+        Dataset.create_or_resume(tmp_path, manifest() | change)
+
+
+# --- Features of any size ---
+
+
+def large(rows: int, sizes: tuple[float, ...]) -> np.ndarray:
+    """[rows, 8 per tap] float32, as large as `sizes`."""
+    values = np.random.default_rng(3).uniform(-1, 1, size=(rows, len(sizes), 8)) * np.array(sizes)[:, None]
+    return values.reshape(rows, -1).astype(np.float32)
+
+
+def stored(folder: Path, features: np.ndarray, layers: tuple[int, ...]) -> Dataset:
+    dataset = Dataset.create_or_resume(folder, {"vocabulary": 300})
+    length = len(features) + 1
+    top = np.zeros((length - 2, 2), np.uint32)
+    tokens = np.arange(length, dtype=np.uint32)
+    answer = Answer(Sample(Prompt("a")), 2, tokens, False, top, top.astype(np.float16), features)
+    dataset.write(0, [answer], layers)
+    return dataset
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_features_that_overflow_float16_are_read_as_the_target_gave_them(tmp_path: Path, whole: bool) -> None:
+    """Stored as infinities, a draft would learn from NaN; scaled all alike, small taps would lose their digits."""
+    features = large(20, (3.0, 2.0**30, 70000.0))
+    dataset = stored(tmp_path, features, (0, 1, 2))
+    found = dataset.shard(0, layers=(0, 1, 2)).features if whole else dataset.feature_rows(0, (0, 1, 2), 0, 20)
+    assert found is not None and found.dtype == np.float32
+    np.testing.assert_allclose(found, features, rtol=2**-11, atol=1e-3)
+    small = found[:, :8]
+    assert np.array_equal(small, features[:, :8].astype(np.float16).astype(np.float32)), "scaled without need"
+
+
+def test_features_that_are_computed_have_the_digits_of_stored_ones(tmp_path: Path) -> None:
+    """Else a run with a cache of features would learn otherwise than one without; whatever else is in the shard."""
+    features = large(20, (3.0, 2.0**18))
+    dataset = stored(tmp_path, np.concatenate([features, features * 8]), (0, 2))
+    assert np.array_equal(rounded(features, 2), dataset.feature_rows(0, (0, 2), 0, 20))
+    fitting = narrow(large(20, (3.0, 9.0)))
+    assert rounded(fitting, 2) is fitting
+
+
+def test_features_that_fit_are_stored_as_before(tmp_path: Path) -> None:
+    """float16, without scales: what older versions wrote reads the same, and what this one writes reads there."""
+    features = narrow(large(20, (3.0, 65504.0)))
+    assert features.dtype == np.float16 and columns_of(features, 2).keys() == {"features"}
+    found = stored(tmp_path, features, (0, 2)).shard(0, layers=(0, 2)).features
+    assert found is not None and found.dtype == np.float16 and np.array_equal(found, features)
+    assert columns_of(features.astype(np.float32), 2).keys() == {"features"}
+
+
+def test_one_broken_number_does_not_scale_the_others_away() -> None:
+    """An infinity of the target itself stays one, and its tap keeps its digits."""
+    features = large(20, (3.0, 5.0))
+    features[4, 9] = np.inf
+    assert narrow(features).dtype == np.float32
+    columns = columns_of(features, 2)
+    assert columns.keys() == {"features"} and np.isinf(columns["features"]).sum() == 1
+
+
+def test_rows_are_read_without_the_rest_of_a_shard(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    """Training jumps between answers; whole shards for each would be gigabytes a step."""
+    dataset = run(tmp_path, tokenizer)
+    number = next(n for n in dataset.numbers() if len(dataset.shard(n)) == 4)
+    shard = dataset.shard(number, top=3, layers=(0, 2))
+    assert shard.features is not None and shard.top_ids is not None and shard.top_logprobs is not None
+    for start, stop in ((0, 5), (7, 8), (3, 3), (0, len(shard.features))):
+        assert np.array_equal(dataset.feature_rows(number, (0, 2), start, stop), shard.features[start:stop])
+    ids, logprobs = dataset.soft_rows(number, 3, 4, 9)
+    assert np.array_equal(ids, shard.top_ids[4:9]) and np.array_equal(logprobs, shard.top_logprobs[4:9])
+    for start, stop in ((0, len(shard.features) + 1), (-1, 2), (5, 4)):
+        with pytest.raises(ValueError, match="`start` and `stop` have to be in"):
+            dataset.feature_rows(number, (0, 2), start, stop)
+    with pytest.raises(DatasetError, match=r"features-1/.* is not there\. To have it, complete"):
+        dataset.feature_rows(number, (1,), 0, 1)
+
+
+# --- Being stopped ---
+
+
+def test_sigterm_ends_generation_like_an_interrupt(tmp_path: Path) -> None:
+    """As `kill` and a system that shuts down send it: no half-written file is left, and it can be gone on with."""
+    script = (
+        "import os, signal, sys\n"
+        "from dflash_mlx.training import columns, generate\n"
+        "save = columns.save_file\n"
+        "def killed(*arguments):\n"
+        "    save(*arguments)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "columns.save_file = killed\n"
+        "sys.exit(generate.main(sys.argv[1:]))\n"
+    )
+    target = target_folder(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("count to 3\ncount to 4\n")
+    command = ["--target", str(target), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "data")]
+    command += ["--max-tokens", "4", "--samples", "1"]
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "Interrupted.")
+    assert not list((tmp_path / "data").rglob(".*")) and Dataset.open(tmp_path / "data").numbers() == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert main(command) == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and Dataset.open(tmp_path / "data").numbers() == [0]
