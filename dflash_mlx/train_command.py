@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx import openblas
 from dflash_mlx.cli import guarded
-
-# Flags that are entries of the recipe under another name, or the same.
-SHORTCUTS = {"block_size": "block_size", "layers": "layers", "steps": "steps", "seed": "seed", "draft": "initial"}
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -92,8 +90,9 @@ def train_main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--{missing[0]} is needed to begin a run (only --resume goes without)")
     if args.group_size is not None and args.bits is None and not args.resume:
         parser.error("--group-size is for a draft that is quantised: pass --bits too, or leave it out")
-    if args.threads is not None:  # numpy brings a BLAS of its own, which reads this when it is imported
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))
+    # numpy brings a BLAS of its own, which reads this when it is imported.
+    threads = args.threads or openblas.default_threads(openblas.usable_cores())
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
 
     def run() -> int:
         from dflash_mlx.training.command import run

@@ -46,7 +46,9 @@ def test_importing_the_package_imports_no_mlx() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor", "__main__ train"])
+@pytest.mark.parametrize(
+    "module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor", "__main__ train"]
+)
 def test_help_imports_no_mlx(module: str) -> None:
     name, *words = module.split()
     code = (

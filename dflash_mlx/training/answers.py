@@ -85,6 +85,11 @@ class Answers:
         """[n]."""
         return np.array([self._tokens[p.shard].prompt_lengths[p.index] for p in self._places], np.int64)
 
+    @property
+    def positions(self) -> int:
+        """Rows of features of all answers, those that are held out too."""
+        return sum(int(shard.feature_offsets[-1]) for shard in self._tokens.values())
+
     def counts(self, vocabulary: int) -> np.ndarray:
         """[vocabulary]: how often each token is in the answers, without their prompts."""
         found = np.zeros(vocabulary, np.int64)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.files import whole_file
-from dflash_mlx.train_command import SHORTCUTS
 from dflash_mlx.training.checkpoint import TrainingError
 from dflash_mlx.training.generate import Settings
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import FREE
 
 FILE, FORMAT = "command.json", 1
+# Flags that are entries of the recipe, under the same name or another one.
+_SHORTCUTS = {"block_size": "block_size", "layers": "layers", "steps": "steps", "seed": "seed", "draft": "initial"}
 _DECIDING = ("answers", "samples", "temperature", "max_tokens", "batch")  # of generated answers; the rest is checked
 # by digests, or changes nothing that is learned
 _ANSWERS = Settings()
@@ -91,7 +92,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
 
 def _recipe(args: argparse.Namespace, before: Recipe) -> Recipe:
     base = before if args.recipe is None else Recipe.read(args.recipe)
-    shortcuts = {entry: getattr(args, flag) for flag, entry in SHORTCUTS.items() if getattr(args, flag) is not None}
+    shortcuts = {entry: getattr(args, flag) for flag, entry in _SHORTCUTS.items() if getattr(args, flag) is not None}
     return Recipe.from_dict({**base.to_dict(), **dict(args.set), **shortcuts})
 
 

@@ -99,7 +99,8 @@ def _acceptance(about: About, stored: Stored) -> str:
     found, recipe = about.evaluation, about.recipe
     if found is None:
         return "Not measured."
-    rounded = "" if stored.bits is None and stored.dtype == "float32" else f", before they were stored as {stored}"
+    exact = found.get("stored") == str(stored) or (stored.bits is None and stored.dtype == "float32")
+    rounded = "" if exact else f", before they were stored as {stored}"
     block = f", block size {recipe.block_size}, at most {recipe.evaluate_tokens} tokens an answer" if recipe else ""
     lines = [
         f"Tokens per cycle (accepted draft tokens + 1; plain decoding makes 1), greedy{block}, on held-out prompts, "

@@ -146,8 +146,7 @@ def _of_layers(config: DraftConfig, shape: _Shape, half: bool) -> int:
 def disk_for_features(prepared: Prepared) -> int:
     """Bytes that the features of all answers take on the disk, as float16."""
     config = prepared.draft.config
-    positions = int((prepared.answers.lengths - 1).sum())
-    return 2 * positions * len(config.target_layer_ids) * config.hidden_size
+    return 2 * prepared.answers.positions * len(config.target_layer_ids) * config.hidden_size
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.files import check_space
 from dflash_mlx.targets import Target
 from dflash_mlx.training.checkpoint import Checkpoint, State, TrainingError, by_name
 from dflash_mlx.training.dataset import Dataset
 from dflash_mlx.training.decoder import Decoder
+from dflash_mlx.training.hooks import Hooks, Snapshot
 from dflash_mlx.training.initialise import FeatureScales
 from dflash_mlx.training.interrupts import Interrupts, Stopped
 from dflash_mlx.training.log import Log
@@ -31,50 +31,9 @@ from dflash_mlx.training.prepare import Prepared, Task, begin, prepare
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import RunFolder
 from dflash_mlx.training.step import Step
+from dflash_mlx.training.sums import added, means
 
 LINES = 2000  # of steps in the log of a run; of a longer one each line says the mean of several steps
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A draft in the middle of its training, as it would be loaded: it takes features as they are.
-
-    evaluation: what was last said about it, a record of the log; None before.
-    """
-
-    draft: DraftModel
-    prepared: Prepared
-    step: int
-    evaluation: Mapping[str, Any] | None = None
-
-
-class Evaluation(Protocol):
-    """What an evaluation found."""
-
-    @property
-    def score(self) -> float:
-        """More is better."""
-        ...
-
-    def record(self, *, best: bool) -> dict[str, Any]:
-        """For the log, with its kind and step."""
-        ...
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What a training calls.
-
-    export: writes a draft to a folder, or replaces the one there. evaluate: may take as long as it likes, and changes
-    nothing. progress: gets every record of the log, and one per step that is not in it. tell: sentences for the user.
-    begin: gets what is about to be trained, before anything is written.
-    """
-
-    export: Callable[[Snapshot, Path], None]
-    evaluate: Callable[[Snapshot], Evaluation] | None = None
-    progress: Callable[[Mapping[str, Any]], None] = lambda record: None
-    tell: Callable[[str], None] = lambda line: None
-    begin: Callable[[Prepared], None] = lambda prepared: None
 
 
 class Trainer:
@@ -163,14 +122,14 @@ class Trainer:
         """Add a step to the window, and say what is in it when it is full."""
         state = self._state
         if update.taken:
-            state = replace(state, window=_added(state.window, {**sums, "norm": update.norm, "steps": 1}))
+            state = replace(state, window=added(state.window, {**sums, "norm": update.norm, "steps": 1}))
         full = state.step % self._every == 0 or state.step == self._prepared.plan.steps
         shared = {"kind": "step", "step": state.step, "blocks": state.blocks, "seconds": round(state.seconds, 3)}
         shared |= {"epoch": self._prepared.plan.epoch(state.step * self._prepared.recipe.accumulate), "lr": update.rate}
         if state.skipped:
             shared["skipped"] = state.skipped
         self._state = replace(state, window={}) if full else state
-        self._tell(shared | _means(state.window if full else dict(sums) | {"norm": update.norm, "steps": 1}), log=full)
+        self._tell(shared | means(state.window if full else dict(sums) | {"norm": update.norm, "steps": 1}), log=full)
 
     def _evaluate(self, interrupts: Interrupts) -> None:
         """Evaluate, and keep the draft if it is the best so far.
@@ -295,27 +254,3 @@ def _begun(run: RunFolder, task: Task, hooks: Hooks, resume: bool) -> Trainer:
     trainer = Trainer(prepared, run, Log(run.log), hooks)
     trainer.resume(found)
     return trainer
-
-
-def _added(window: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    def add(name: str, value: Any) -> Any:
-        was = window.get(name)
-        if was is None:
-            return value
-        return [a + b for a, b in zip(was, value, strict=True)] if isinstance(value, list) else was + value
-
-    return {name: add(name, value) for name, value in more.items()}
-
-
-def _means(window: Mapping[str, Any]) -> dict[str, Any]:
-    """What the log says of the sums of some steps; nothing but nulls if none of them counted."""
-    if not window:
-        return {"loss": None, "kl": None, "accuracy": None, "grad_norm": None}
-    weight = window["weight"] or 1.0
-    accuracy = [right / count if count else None for right, count in zip(window["right"], window["count"], strict=True)]
-    return {
-        "loss": window["loss"] / weight,
-        "kl": window["kl"] / weight,
-        "accuracy": accuracy,
-        "grad_norm": window["norm"] / window["steps"],
-    }

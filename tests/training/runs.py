@@ -17,11 +17,12 @@ from dflash_mlx.targets import Target, target_for
 from dflash_mlx.training.checkpoint import Checkpoints, by_name
 from dflash_mlx.training.dataset import Dataset
 from dflash_mlx.training.generate import Settings, generate
+from dflash_mlx.training.hooks import Hooks, Snapshot
 from dflash_mlx.training.prepare import Prepared, Task, begin, prepare
 from dflash_mlx.training.prompts import Prompt
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.target_identity import identity
-from dflash_mlx.training.trainer import Hooks, Snapshot, train
+from dflash_mlx.training.trainer import train
 from tests.conftest import byte_tokenizer
 from tests.families import tiny
 
@@ -50,7 +51,7 @@ def target() -> Target:
 def answers(folder: Path, *, features: bool = True, prompts: int = 12) -> Dataset:
     """Greedy and drawn answers of different lengths: some ids end one."""
     tokenizer = byte_tokenizer(range(24))
-    asked = [Prompt("say " + chr(97 + n) * (1 + n % 5), topic=f"{n}") for n in range(prompts)]
+    asked = [Prompt("say " + chr(97 + n) * (1 + n % 5), topic=f"{n}", held_out=n == 7) for n in range(prompts)]
     settings = Settings(seed=1, samples=2, batch=8, max_tokens=24, top=TOP, features=TAPS if features else ())
     named = identity("tiny", None, tiny("llama"))
     return generate(tiny("llama"), tokenizer, asked, folder, settings, target=named, source="test")
