@@ -10,14 +10,9 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.targets import Target
 
 
-def frequent(counts: np.ndarray, size: int) -> np.ndarray:
-    """The `size` tokens with the largest counts, ascending; among equals the lowest ids, which BPE merged first.
-
-    Args:
-        counts: [V].
-    """
-    order = np.argsort(-counts, kind="stable")
-    return np.sort(order[:size]).astype(np.int32)
+def by_frequency(counts: np.ndarray) -> np.ndarray:
+    """[V] counts -> [V] int32, the tokens with the largest first; among equals the lowest ids, which BPE merged first."""
+    return np.argsort(-counts, kind="stable").astype(np.int32)
 
 
 class Frozen:
@@ -25,10 +20,17 @@ class Frozen:
 
     Args:
         vocabulary: target ids that are the head's columns in training, ascending; None: all.
+        order: target ids, the most frequent ones first, for `among`.
     """
 
-    def __init__(self, target: Target, draft: DraftModel, vocabulary: np.ndarray | None = None) -> None:
-        self._target, self._draft, self.vocabulary = target, draft, vocabulary
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftModel,
+        vocabulary: np.ndarray | None = None,
+        order: np.ndarray | None = None,
+    ) -> None:
+        self._target, self._draft, self.vocabulary, self._order = target, draft, vocabulary, order
         rows = target.spec.vocab_size
         self.columns = np.full(rows, -1, np.int32)
         ids = np.arange(rows, dtype=np.int32) if vocabulary is None else vocabulary
@@ -39,6 +41,20 @@ class Frozen:
         if vocabulary is not None:
             self._weight, self._bias = _rows_of(target.head_module, mx.array(vocabulary))
             mx.eval(self._weight)
+
+    def among(self, named: np.ndarray, size: int) -> Frozen:
+        """With fewer columns: those of these target ids, filled up to `size` with the most frequent ones.
+
+        Tokens that no row of a micro-batch is to learn differ in how much they can be taken for those that it is to
+        learn; the frequent ones stand for all.
+        """
+        assert self._order is not None
+        wanted = np.zeros(len(self.columns), bool)
+        wanted[named] = True
+        wanted &= self.columns >= 0
+        order = self._order[(self.columns[self._order] >= 0) & ~wanted[self._order]]
+        wanted[order[: max(0, size - int(wanted.sum()))]] = True
+        return Frozen(self._target, self._draft, np.flatnonzero(wanted).astype(np.int32))
 
     def rows(self, anchors: mx.array, block_size: int) -> mx.array:
         """[N, A] tokens -> [N, A, B, H]: embeddings of [anchor, mask x K]."""

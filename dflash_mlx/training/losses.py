@@ -19,6 +19,8 @@ from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.training.blocks import Blocks
 from dflash_mlx.training.recipe import PACE, Recipe
 
+_MATTERS = -6.0  # log of the share of a token in a distribution, 0.25 %
+
 
 @dataclass(frozen=True)
 class Goals:
@@ -61,6 +63,15 @@ class Goals:
             mx.array(shares),
             mx.array(_entropy(places, shares)),
         )
+
+
+def named(blocks: Blocks) -> np.ndarray:
+    """Target ids that the rows of a micro-batch learn, ascending; of distributions those with a share that matters."""
+    found = [blocks.tokens[..., 1:].reshape(-1)]
+    if blocks.soft_ids is not None and blocks.soft_logprobs is not None:
+        found.append(blocks.soft_ids[blocks.soft_logprobs > _MATTERS])
+    ids = np.unique(np.concatenate(found))
+    return ids[ids >= 0]
 
 
 def _sharpened(logprobs: np.ndarray, power: float) -> np.ndarray:

@@ -93,8 +93,9 @@ def estimate(prepared: Prepared) -> Need:
     shape = _largest(prepared)
     blocks, context = shape.rows * shape.anchors, shape.rows * shape.length
     proposals = blocks * (config.block_size - 1)
-    together = min(proposals, max(1, LOGITS // frozen.size))  # rows whose logits are there at a time
-    logits = round(_LOGITS * 4 * together * frozen.size)
+    columns = min(frozen.size, recipe.columns or frozen.size)
+    together = min(proposals, max(1, LOGITS // columns))  # rows whose logits are there at a time
+    logits = round(_LOGITS * 4 * together * columns)
     if config.selector is not None:
         logits += _PAIRS * 4 * together * config.selector.top_k * config.selector.rank
     features = context * len(config.target_layer_ids) * config.hidden_size

@@ -17,7 +17,7 @@ from dflash_mlx.training.blocks import Blocks, Plan, assemble
 from dflash_mlx.training.checkpoint import TrainingError, by_name
 from dflash_mlx.training.dataset import Dataset, DatasetError
 from dflash_mlx.training.decoder import Decoder, decoder_for
-from dflash_mlx.training.frozen import Frozen, frequent
+from dflash_mlx.training.frozen import Frozen, by_frequency
 from dflash_mlx.training.initialise import FeatureScales, new_draft
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import Start
@@ -182,10 +182,12 @@ def prepare(task: Task, start: Start, scales: FeatureScales | None = None) -> Pr
         scales = _measured(plan, answers, recipe, len(taps))
     draft = new_draft(target, recipe, config, scales)
     draft.known_tokens = 1 + max(task.tokenizer.get_vocab().values())  # as `load`
-    vocabulary = None
-    if recipe.vocabulary:
-        vocabulary = frequent(answers.counts(target.spec.vocab_size), recipe.vocabulary)
-    frozen = Frozen(target, draft, vocabulary)
+    vocabulary, order = None, None
+    if recipe.vocabulary or recipe.columns:
+        order = by_frequency(answers.counts(target.spec.vocab_size))
+    if recipe.vocabulary and order is not None:
+        vocabulary = np.sort(order[: recipe.vocabulary])
+    frozen = Frozen(target, draft, vocabulary, order)
     return Prepared(task, start, recipe, draft, scales, frozen, answers, plan, decoder)
 
 

@@ -35,6 +35,7 @@ class Recipe:
         0: all layers are full.
     second: DFlash 2, with its convolutions and selector (`rank`, `candidates`).
     vocabulary: tokens that the draft can propose: the most frequent ones of the answers; 0: all.
+    columns: tokens that a micro-batch is learned against: those that it names and the most frequent others; 0: all.
     initial: "target" (from its own last layers), "random", or a draft to begin with (folder or repository).
     mask_token_id: None finds a token that no text has.
 
@@ -67,6 +68,7 @@ class Recipe:
     rank: int = 256
     candidates: int = 16
     vocabulary: int = 0
+    columns: int = 0
     initial: str = FROM_TARGET
     mask_token_id: int | None = None
 
@@ -122,6 +124,10 @@ class Recipe:
         if self.vocabulary == 1 or (self.second and self.vocabulary):
             raise ValueError(
                 f"`vocabulary` has to be 0 (all) with DFlash 2, and otherwise 0 or 2 and more, got {self.vocabulary}."
+            )
+        if self.columns == 1 or (self.second and self.columns):
+            raise ValueError(
+                f"`columns` has to be 0 (all) with DFlash 2, and otherwise 0 or 2 and more, got {self.columns}."
             )
         if self.pack and self.pack < self.longest:
             raise ValueError(
@@ -198,6 +204,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "rank": (1, 4096),
     "candidates": (2, 1024),
     "vocabulary": (0, 2**20),
+    "columns": (0, 2**20),
     "epochs": (1e-6, 1e6),
     "steps": (0, 10**9),
     "sequences": (1, 4096),

@@ -20,7 +20,7 @@ from dflash_mlx.training.blocks import Blocks
 from dflash_mlx.training.forward import Sight, denoise_blocks
 from dflash_mlx.training.frozen import Frozen
 from dflash_mlx.training.initialise import FeatureScales
-from dflash_mlx.training.losses import Goals, cross_entropy, selector_loss, weights
+from dflash_mlx.training.losses import Goals, cross_entropy, named, selector_loss, weights
 from dflash_mlx.training.recipe import BFLOAT16, Recipe
 
 LOGITS = 1 << 26  # logits that are kept for the backward pass; of more, pieces of this size are computed twice
@@ -45,7 +45,9 @@ class Step:
             Gradients of the trainable parameters, float32, and: loss, kl [] and weight []: of these, the sum of the
             weights; right [K], the proposals that are the target's token, of count [K]; blocks [].
         """
-        goals = Goals.of(blocks, self._frozen.columns, self._recipe)
+        recipe = self._recipe
+        frozen = self._frozen.among(named(blocks), recipe.columns) if recipe.columns else self._frozen
+        goals = Goals.of(blocks, frozen.columns, recipe)
         sight = Sight.of(blocks)
         anchors = mx.array(np.maximum(blocks.tokens[..., 0], 0))
         rows = self._frozen.rows(anchors, blocks.tokens.shape[-1])
@@ -56,7 +58,7 @@ class Step:
         def run(parameters: Any) -> tuple[mx.array, Totals]:
             self._draft.update(self._rounded(parameters))
             hidden = denoise_blocks(self._draft, rows, features, sight)
-            return self._totals(hidden.astype(mx.float32), goals, before)
+            return self._totals(hidden.astype(mx.float32), frozen, goals, before)
 
         try:
             (_, totals), gradients = mx.value_and_grad(run)(master)
@@ -70,10 +72,10 @@ class Step:
             return parameters
         return tree_map(lambda value: value.astype(mx.bfloat16), parameters)
 
-    def _totals(self, hidden: mx.array, goals: Goals, before: mx.array) -> tuple[mx.array, Totals]:
+    def _totals(self, hidden: mx.array, frozen: Frozen, goals: Goals, before: mx.array) -> tuple[mx.array, Totals]:
         """[N, A, K, H] -> the sum of weighted losses, and all sums."""
         positions, width = hidden.shape[2:]
-        found = self._in_pieces(hidden.reshape(-1, width), goals, before)
+        found = self._in_pieces(hidden.reshape(-1, width), frozen, goals, before)
         joined = [mx.concatenate(list(parts)).reshape(-1, positions) for parts in zip(*found, strict=True)]
         soft, hard, right, selected = joined
         counts = goals.counts.reshape(-1, positions)
@@ -85,20 +87,24 @@ class Step:
         totals = {"loss": loss, "kl": kl, "weight": weight.sum(), "right": (right * counts).sum(axis=0)}
         return loss, totals | {"count": counts.sum(axis=0)}
 
-    def _in_pieces(self, hidden: mx.array, goals: Goals, before: mx.array) -> list[tuple[mx.array, ...]]:
+    def _in_pieces(
+        self, hidden: mx.array, frozen: Frozen, goals: Goals, before: mx.array
+    ) -> list[tuple[mx.array, ...]]:
         """What each row loses, in pieces of rows, so that not all logits are there at once."""
         second = self._draft.config.selector is not None
         # What is recomputed has a gradient for its arguments only.
         selector = self._draft.candidate_selector.trainable_parameters() if second else {}
-        rows = max(1, LOGITS // self._frozen.size)
+        rows = max(1, LOGITS // frozen.size)
         pieces = []
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            lose = partial(self._lose, [each[part] for each in (goals.labels, goals.columns, goals.shares, before)])
+            lose = partial(
+                self._lose, frozen, [each[part] for each in (goals.labels, goals.columns, goals.shares, before)]
+            )
             pieces.append((lose if len(hidden) <= rows else mx.checkpoint(lose))(selector, hidden[part]))
         return pieces
 
-    def _lose(self, given: Sequence[mx.array], selector: Any, hidden: mx.array) -> tuple[mx.array, ...]:
+    def _lose(self, frozen: Frozen, given: Sequence[mx.array], selector: Any, hidden: mx.array) -> tuple[mx.array, ...]:
         """What rows lose.
 
         Args:
@@ -107,7 +113,7 @@ class Step:
             [R] each: cross-entropy to the distribution and to the token, whether that is found, the selector's loss.
         """
         labels, columns, shares, before = given
-        logits = self._frozen.logits(hidden)
+        logits = frozen.logits(hidden)
         soft: mx.array = cross_entropy(logits, columns, shares)  # type: ignore[assignment]
         still = mx.stop_gradient(logits)
         # As the distribution's: what it says about the logsumexp costs no second one.

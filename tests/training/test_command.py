@@ -1,0 +1,304 @@
+"""`dflash-metal train` as a user has it: from prompts to a draft that is served, stopped and resumed, refused in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx import generate, load, stream_generate
+from dflash_mlx.__main__ import main
+from dflash_mlx.cli import INTERRUPTED
+from tests.training.following import circle, prompts_file, target_folder
+from tests.training.runs import assert_same_bits, lines
+
+BLOCK = 5
+QUICK = ["--layers", "1", "--block-size", "4", "--steps", "4", "--threads", "1"]
+QUICK += [f"--set={entry}" for entry in ("sequences=4", "anchors=4", "taps=[0,2]", "evaluate_tokens=16")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and prompts."""
+    root = tmp_path_factory.mktemp("place")
+    target_folder(root / "target")
+    prompts_file(root / "prompts.jsonl")
+    return root
+
+
+@pytest.fixture(scope="module")
+def learned(place: Path) -> Path:
+    """A run to its end, from a file of prompts; its answers are the data set of the other tests."""
+    rest = [f"--set={entry}" for entry in ("rate=0.003", "sequences=8", "anchors=16", "evaluate_every=100")]
+    sizes = ["--layers", "2", "--block-size", str(BLOCK), "--steps", "200", "--max-tokens", "40", "--threads", "1"]
+    assert train(place, place / "prompts.jsonl", place / "run", *sizes, *rest, "--set=evaluate_tokens=40") == 0
+    return place / "run"
+
+
+def train(place: Path, data: Path, out: Path, *rest: str) -> int:
+    return main(["train", "--target", str(place / "target"), "--data", str(data), "--out", str(out), *rest])
+
+
+def logged(run: Path, kind: str) -> dict:
+    return lines(run, kind)[-1]
+
+
+def test_a_target_with_a_rule_is_learned_to_acceptance_near_the_block_size(learned: Path) -> None:
+    """Features, anchors, masks or the export one position off, and it stays near 1 token per cycle."""
+    found = logged(learned, "acceptance")
+    assert found["tokens_per_cycle"] > 0.8 * BLOCK
+    assert found["categories"].keys() <= {"words", "names"} and found["stored"] == "bfloat16"
+    assert all(each > 0.9 for each in logged(learned, "evaluation")["accuracy"])
+
+
+def test_the_learned_draft_is_loaded_and_says_what_the_target_says(place: Path, learned: Path) -> None:
+    """The whole point: the same text, in fewer cycles."""
+    model, tokenizer, draft = load(str(place / "target"), draft=learned / "draft")
+    last = None
+    for prompt in ("qwert", "Zebra7"):
+        plain = generate(model, tokenizer, prompt, max_tokens=60)
+        answers = list(stream_generate(model, tokenizer, prompt, max_tokens=60, draft_model=draft, mode="dflash"))
+        assert "".join(answer.text for answer in answers) == plain
+        last = answers[-1]
+        assert last.stats.mean_acceptance_length > 0.7 * BLOCK
+    ids = tokenizer.encode(plain)
+    assert len(set(ids)) > 50 and set(ids) <= set(circle()), "the text must not be a short loop"
+
+
+def test_a_run_leaves_what_it_was_made_of(learned: Path) -> None:
+    """Card, curves, recipe: without them nobody knows what the weights are."""
+    card = (learned / "draft" / "README.md").read_text()
+    found = logged(learned, "acceptance")
+    assert f"{found['tokens_per_cycle']:.2f}" in card and "before they were stored" not in card
+    assert f"block_size = {BLOCK}" in card and "licence" in card.lower()
+    assert (learned / "report.svg").exists() and (learned / "best" / "model.safetensors").exists()
+    assert json.loads((learned / "run.json").read_text())["recipe"]["layers"] == 2
+    assert (learned / "data" / "features-0-1" / "00000.safetensors").exists()
+
+
+def test_stopped_and_resumed_it_ends_with_the_bits_of_one_that_was_not(
+    place: Path, learned: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By Ctrl-C of a real process; the printed line, and nothing else, goes on with it."""
+    quick = [*QUICK, "--set=evaluate_every=3"]
+    assert train(place, learned / "data", tmp_path / "whole", *quick) == 0
+    capfd.readouterr()
+    words = ["train", "--target", str(place / "target"), "--data", str(learned / "data"), "--json"]
+    words += ["--out", str(tmp_path / "cut"), *quick]
+    with subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if json.loads(line)["kind"] == "step":
+                process.send_signal(signal.SIGINT)
+                break
+        process.stdout.read()
+        said = process.stderr.read()
+        assert process.wait(60) == INTERRUPTED, said
+    assert not (tmp_path / "cut" / "draft").exists()
+    resume = re.search(r"To go on: dflash-metal (.*)", said)
+    assert resume is not None, said
+    assert main(resume[1].split()) == 0
+    assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_stopped_while_the_target_answers_it_goes_on_with_the_answers(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers can take days; those that are there are kept, and `--resume` needs no other argument."""
+    from dflash_mlx.training import supply
+
+    whole = supply.generate
+
+    def stop(*args: object, tell: object, **rest: object) -> object:
+        return whole(*args, tell=lambda line: os.kill(os.getpid(), signal.SIGTERM), **rest)
+
+    rest = [*QUICK, "--max-tokens", "12", "--batch", "24", "--answers", "40"]
+    monkeypatch.setattr(supply, "generate", stop)
+    assert train(place, place / "prompts.jsonl", tmp_path / "run", *rest) == INTERRUPTED
+    assert "--resume" in capsys.readouterr().err
+    there = sorted((tmp_path / "run" / "data" / "shards").iterdir())
+    assert len(there) == 1
+    monkeypatch.setattr(supply, "generate", whole)
+    before = there[0].stat().st_mtime_ns
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 0
+    assert there[0].stat().st_mtime_ns == before
+    assert len(list((tmp_path / "run" / "data" / "shards").iterdir())) == 4
+    assert (tmp_path / "run" / "draft" / "config.json").exists()
+
+
+def test_a_reduced_vocabulary_is_exported_and_served(
+    place: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """62 tokens are all that the answers have, and the line says so."""
+    assert train(place, learned / "data", tmp_path / "run", *QUICK, "--set=vocabulary=70") == 0
+    assert "proposes 70 of 257 tokens, 100.00%" in capsys.readouterr().err
+    model, tokenizer, draft = load(str(place / "target"), draft=tmp_path / "run" / "draft")
+    assert draft.reduced_size == 70 and set(circle()) <= set(draft.vocabulary.tolist())
+    answers = list(stream_generate(model, tokenizer, "abc", max_tokens=20, draft_model=draft, mode="dflash"))
+    assert "".join(answer.text for answer in answers) == generate(model, tokenizer, "abc", max_tokens=20)
+
+
+def test_a_dflash_2_draft_is_trained_quantised_and_served(place: Path, learned: Path, tmp_path: Path) -> None:
+    second = ["--set=second=true", "--set=rank=8", "--set=candidates=4", "--bits", "8", "--group-size", "32"]
+    assert train(place, learned / "data", tmp_path / "run", *QUICK, *second) == 0
+    model, tokenizer, draft = load(str(place / "target"), draft=tmp_path / "run" / "draft")
+    assert draft.config.selector is not None and draft.config.quantization == {"group_size": 32, "bits": 8}
+    assert "8 bits" in (tmp_path / "run" / "draft" / "README.md").read_text()
+    answers = list(stream_generate(model, tokenizer, "abc", max_tokens=20, draft_model=draft, mode="dflash"))
+    assert "".join(answer.text for answer in answers) == generate(model, tokenizer, "abc", max_tokens=20)
+
+
+def test_json_is_the_records_of_the_log_and_where_the_draft_is(
+    place: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One object a line and nothing else on stdout, so that a script can read it."""
+    before = {path: path.stat().st_mtime_ns for path in (learned / "data").rglob("*")}
+    assert train(place, learned / "data", tmp_path / "run", *QUICK, "--json", "--features", "computed") == 0
+    out, err = capsys.readouterr()
+    records = [json.loads(line) for line in out.splitlines()]
+    kinds = [record["kind"] for record in records]
+    assert kinds[0] == "start" and kinds[-1] == "result" and kinds.count("step") == 4 and "acceptance" in kinds
+    assert records[-1]["draft"] == str(tmp_path / "run" / "draft") and "generate --model" in records[-1]["run"]
+    assert records[-1]["tokens_per_cycle"] >= 1
+    assert "features are computed in every step" in err, "those of the taps [0, 2] are not stored"
+    assert {path: path.stat().st_mtime_ns for path in (learned / "data").rglob("*")} == before
+
+
+@pytest.mark.parametrize("data", ["prompts.jsonl", "run/data"])
+def test_a_dry_run_says_everything_and_writes_nothing(
+    place: Path, learned: Path, tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    assert train(place, place / data, tmp_path / "run", *QUICK, "--set=vocabulary=70", "--dry-run") == 0
+    assert not (tmp_path / "run").exists()
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+    said = capsys.readouterr().err
+    for word in ("target: ", "draft: DFlash, 1 layers", "mask token: 256 ('<pad>')", "data: ", "training: 4 steps"):
+        assert word in said
+    for word in ("evaluation: ", "held-out answers", "Memory: about", "disk: ", "features: ", "nothing was written"):
+        assert word in said
+    if data == "run/data":
+        assert "vocabulary: proposes 70 of 257 tokens, 100.00%" in said and "computed first" in said
+
+
+REFUSED = {
+    "wrong recipe key": (["--set", "layer=2"], "no entry `layer`"),
+    "no recipe": (["--recipe", "nowhere.toml"], "There is no recipe nowhere.toml"),
+    "value out of range": (["--layers", "0"], "`layers` has to be in 1..64"),
+    "no prompts": (["--data", "nowhere.jsonl"], "nowhere.jsonl is no file with prompts"),
+    "no data set": (["--data", "."], "has no manifest.json, so it is no data set"),
+    "no target": (["--target", "./nowhere"], "nowhere does not exist"),
+    "taps past the target": (["--set", "taps=[0,9]"], "`taps` have to be in 0..3"),
+    "no such temperature": (["--temperature", "0"], "`temperature` has to be more than 0"),
+    "groups that fit nothing": (["--bits", "4", "--group-size", "128"], "`--group-size` 128 divides no matrix"),
+}
+
+
+@pytest.mark.parametrize("rest, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    place: Path, tmp_path: Path, rest: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence or three, no traceback, status 1."""
+    data = tmp_path / "prompts.txt"
+    data.write_text("one\ntwo\n")
+    assert train(place, data, tmp_path / "run", *rest) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+    assert sum(line.startswith("Error:") for line in err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_of_another_target_are_refused(
+    place: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.folders import target_folder as another
+
+    words = [
+        "--target",
+        str(another(tmp_path / "other")),
+        "--data",
+        str(learned / "data"),
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    assert main(["train", *words, *QUICK]) == 1
+    err = capsys.readouterr().err
+    assert "were made by another target" in err and "weights" in err or "tokenizer" in err or "template" in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--out", "r"], "--target is needed"),
+        (["--out", "r", "--target", "t"], "--data is needed"),
+        (["--out", "r", "--target", "t", "--data", "d", "--set", "layers"], "NAME=VALUE"),
+        (["--out", "r", "--target", "t", "--data", "d", "--group-size", "32"], "pass --bits too"),
+        (["--out", "r", "--target", "t", "--data", "d", "--samples", "0"], "1 or more"),
+    ],
+)
+def test_wrong_usage_ends_with_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert train(place, learned / "data", run, *QUICK) == 0
+    yield run
+
+
+@pytest.mark.parametrize(
+    "rest, message",
+    [
+        ([], "holds a run already"),
+        (["--resume", "--layers", "2"], "`layers of the recipe` was 1"),
+        (["--resume", "--set", "rate=0.1"], "`rate of the recipe` was 0.0006"),
+        (["--resume", "--data", "demo"], "`--data` was"),
+        (["--resume", "--samples", "3"], "`--samples` was 2"),
+    ],
+)
+def test_a_run_goes_on_as_it_was_begun_or_says_what_differs(
+    finished: Path, place: Path, learned: Path, rest: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    given = ["--target", str(place / "target"), "--data", str(learned / "data")]
+    assert main(["train", *given, "--out", str(finished), *rest]) == 1
+    assert message in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_what_only_decides_when_to_measure_may_change(finished: Path) -> None:
+    """And a run that is at its end only says again what it found."""
+    assert main(["train", "--out", str(finished), "--resume", "--set", "evaluate_prompts=2"]) == 0
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 1
+    assert "holds no run to continue" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_file_and_settings_come_together(place: Path, tmp_path: Path) -> None:
+    """The file first, then --set, then the shortcuts."""
+    from dflash_mlx.train_command import train_parser
+    from dflash_mlx.training.asked import asked_of
+
+    (tmp_path / "r.toml").write_text("layers = 3\nwindow = 8\nfull = 1\nrate = 0.01\n")
+    words = ["--target", "t", "--data", "demo", "--out", str(tmp_path / "run"), "--recipe", str(tmp_path / "r.toml")]
+    words += ["--set", "rate=0.02", "--set", "initial=random", "--set", "betas=[0.8, 0.9]", "--layers", "4"]
+    recipe = asked_of(train_parser().parse_args([*words, "--draft", "target"])).recipe
+    assert (recipe.layers, recipe.window, recipe.rate, recipe.betas) == (4, 8, 0.02, (0.8, 0.9))
+    assert recipe.initial == "target"
