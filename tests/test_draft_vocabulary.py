@@ -308,6 +308,10 @@ def test_a_head_whose_rows_cannot_be_picked_is_shared_whole(tmp_path: Path) -> N
     model.lm_head = LoRALinear.from_base(model.lm_head)
     draft = draft_for(folder_with(tmp_path / "d"), target_for(model))
     assert draft.reduced_size is None and "LoRALinear, of which no rows can be picked" in draft.notes[-1]
+    other = draft_for(folder_with(tmp_path / "d"), target_for(build(BY_NAME["llama"])))
+    assert other.reduced_size == len(IDS)
+    borrow_head(other, target_for(model))  # not with the rows of the target before
+    assert other.reduced_size is None and other.head is None
 
 
 def test_an_id_past_the_targets_rows_is_refused(tmp_path: Path) -> None:

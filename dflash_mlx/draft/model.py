@@ -239,6 +239,10 @@ class DraftModel(nn.Module):
         mx.eval(self._ids)
         self._borrowed = head
 
+    def share_head(self) -> None:
+        """Propose through the target's whole head again."""
+        self._ids = self._borrowed = None
+
     @property
     def head(self) -> nn.Module | None:
         """Its own head, or borrowed rows of the target's; None: it shares the target's, whole."""

@@ -121,6 +121,7 @@ def borrow_head(draft: DraftModel, target: Target) -> None:
     rows = head_rows(head, ids)
     if rows is None:
         draft.vocabulary = None
+        draft.share_head()
         draft.notes = (
             *draft.notes,
             f"the target's head is a {type(head).__name__}, of which no rows can be picked, so {FILE} is not used and "

@@ -1,5 +1,11 @@
-"""Training a draft: prompts, the target's answers to them, and (later) the training itself.
+"""Training a draft: prompts, the target's answers to them, the training itself, what the draft accepts, its export.
 
-`prompts` says what is asked, `batching` and `decoder` have the target answer, `dataset` keeps the answers, `generate`
-is the command that does all of it, `recompute` completes a data set of which only the tokens are there.
+    prompts/, sources       what is asked
+    generate, batching, decoder, dataset, recompute     the answers: made, kept, completed
+    recipe, architecture, initialise        what is trained, and what it begins with
+    blocks, forward, losses, step, optimise     one step
+    trainer, prepare, checkpoint, run_folder        all steps, stopped and resumed
+    evaluate, matches, held_out, export, card       what came of it
+    log, progress, watch, charts        what is seen of it
+    command, asked, supply, outlook, judging        `dflash-metal train`
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import numpy as np
 from safetensors import safe_open
 
 from dflash_mlx.training.blocks import Draw, Sample
+from dflash_mlx.training.columns import opened
 from dflash_mlx.training.dataset import Dataset, DatasetError, Shard
 from dflash_mlx.training.decoder import Decoder
-from dflash_mlx.training.features import read_rows, rounded
+from dflash_mlx.training.features import FEATURES, read_rows, rounded
 from dflash_mlx.training.recipe import Recipe
 
 _OPEN = 64  # shards whose files are open at a time
+_CURE = "complete the data set"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Answers:
         for number in numbers:
             self._check(number)
             shard = self._tokens[number] = dataset.shard(number)
+            self._check_rows(number, shard)
             self._places += [_Place(number, int(index)) for index in np.flatnonzero(~shard.held_out)]
         self._file = lru_cache(maxsize=_OPEN)(_open)
 
@@ -67,6 +71,20 @@ class Answers:
                 f"Shard {number} of {self._dataset.folder} has no features of the layers {list(self._layers)} beside "
                 "it, and no target is there to compute them. Complete the data set."
             )
+
+    def _check_rows(self, number: int, shard: Shard) -> None:
+        """What lies beside a shard has a row for each of its tokens; of other answers, a draft would learn noise."""
+        offsets = shard.response_offsets, shard.feature_offsets
+        for path, name, rows in zip(self._paths(number), ("top_ids", FEATURES), offsets, strict=True):
+            if not path.exists():
+                continue
+            with opened(path, _CURE) as file:
+                found = file.get_slice(name).get_shape()[0]
+            if found != rows[-1]:
+                raise DatasetError(
+                    f"{path} has {found} rows for {rows[-1]} tokens, so they are of other answers. Delete it, and "
+                    f"{_CURE}."
+                )
 
     def _paths(self, number: int) -> tuple[Path, Path]:
         """Of the distributions and the features."""
@@ -93,9 +111,10 @@ class Answers:
     def counts(self, vocabulary: int) -> np.ndarray:
         """[vocabulary]: how often each token is in the answers, without their prompts."""
         found = np.zeros(vocabulary, np.int64)
-        for place in self._places:
-            answer = self._sequence(place)[self._tokens[place.shard].prompt_lengths[place.index] :]
-            found += np.bincount(answer, minlength=vocabulary)
+        for number, places in groupby(self._places, lambda place: place.shard):
+            prompts = self._tokens[number].prompt_lengths
+            answers = [self._sequence(place)[prompts[place.index] :] for place in places]
+            found += np.bincount(np.concatenate(answers), minlength=vocabulary)
         return found
 
     def reader(self, draws: Sequence[Draw], recipe: Recipe) -> Callable[[int], Sample]:

@@ -181,15 +181,18 @@ def _adopted(folder: Path, target: Target, recipe: Recipe, name: str) -> DraftCo
         )
     _refuse_conflicts(config, recipe)
     second = recipe.second and config.selector is None
+    sized = config.own_embedding or config.selector is not None  # it holds a row per token
+    vocabulary = config.vocab_size if sized else target.spec.vocab_size
     block = min(config.block_size, recipe.block_size)
     return replace(
         config,
         block_size=block,
+        vocab_size=vocabulary,
         runtime_block_size=min(config.runtime_block_size, block) if config.runtime_block_size else None,
         num_target_layers=target.spec.n_layers,
         quantization=None,  # it is trained in floats
         verifier=None,
-        **(_second(recipe, config.hidden_size, config.vocab_size) if second else {}),
+        **(_second(recipe, config.hidden_size, vocabulary) if second else {}),
     )
 
 

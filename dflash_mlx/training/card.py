@@ -118,6 +118,8 @@ def _acceptance(about: About, stored: Stored) -> str:
         lines.append("\n".join(table))
     else:
         lines.append("Not measured in the decode loop.")
+    if found.get("best"):
+        lines.append("These prompts also decided which step was kept, so on others it may accept a little less.")
     if accuracy := found.get("accuracy"):
         shares = ", ".join(_percent(share) for share in accuracy)
         lines.append(f"Right proposals at each position of a block, whatever was proposed before it: {shares}.")
@@ -149,7 +151,8 @@ def _data(about: About) -> str:
 def _training(about: About) -> str:
     recipe = about.recipe
     took = "" if about.seconds is None else f" in {about.seconds / 3600:.1f} hours"
-    lines = [f"{_count(about.steps, 'steps')}{took}, with dflash-metal {__version__}."]
+    each = "" if recipe is None else f" of {recipe.sequences * recipe.accumulate} answers each"
+    lines = [f"{_count(about.steps, 'steps')}{each}{took}, with dflash-metal {__version__}."]
     if recipe is None:
         lines.append("The recipe is not recorded.")
     else:

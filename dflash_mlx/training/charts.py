@@ -51,6 +51,7 @@ def write(
             path = folder / f"{NAME}.{form}"
             with whole_file(path) as aside:
                 drawn.savefig(aside, format=form, dpi=150, metadata=metadata)
+                aside.chmod(0o644)
             written.append(path)
     return written
 

@@ -38,9 +38,9 @@ def by_name(tree: Any) -> dict[str, mx.array]:
 class State:
     """How far a training is. step: steps done. blocks: learned from. seconds: of training, without evaluation.
 
-    evaluated: the step of the last evaluation, -1 before the first. best: `score` and `record` of the best one, None
-    before the first. skipped: steps that came to nothing, and in_a_row, the last ones. window: sums since the last line
-    of the log. scales: of the features, as `FeatureScales.to_json`.
+    evaluated: the step of the last evaluation, -1 before the first. best: `score` and `record` of the best one, and
+    the `measure` that it is a score of; None before the first. skipped: steps that came to nothing, and in_a_row, the
+    last ones. window: sums since the last line of the log. scales: of the features, as `FeatureScales.to_json`.
     """
 
     step: int = 0
@@ -111,6 +111,10 @@ class Checkpoints:
         """None if there are none. Raises TrainingError as `load`."""
         path = self.folder / _BEST
         return _read(path)[0] if path.exists() else None
+
+    @property
+    def has_state(self) -> bool:
+        return (self.folder / _STATE).exists()
 
     @property
     def has_best(self) -> bool:

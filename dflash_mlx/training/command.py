@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 
 from dflash_mlx import blas, load
 from dflash_mlx.cli import INTERRUPTED, LoadingBar, noted_warnings
+from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.formats_shapes import expected_shapes
 from dflash_mlx.draft.quantize import is_packable
 from dflash_mlx.files import check_space
@@ -90,8 +92,10 @@ class _Command:
         if dataset is not None:
             supply.check(asked, loaded, dataset)
         self._place(dataset, prompts, loaded)
-        if self._args.dry_run:
+        if dataset is None or self._args.dry_run:  # else the training itself says so, at once
             self._foresee(dataset, prompts, loaded)
+        if self._args.dry_run:
+            _say("nothing was written: this was a dry run")
             return 0
         self._asked.write(self._args.out)
         if dataset is None:
@@ -117,7 +121,7 @@ class _Command:
         config = draft_config(target, tokenizer, asked.recipe, asked.target)
         loaded = Loaded(model, tokenizer, target, config)
         if asked.bits is not None:
-            _check_groups(asked.group_size, loaded)
+            check_groups(asked.group_size, config)
         return loaded
 
     def _place(self, dataset: Dataset | None, prompts: Sequence[Prompt], loaded: Loaded) -> None:
@@ -142,7 +146,11 @@ class _Command:
             _say(line)
 
     def _foresee(self, dataset: Dataset | None, prompts: Sequence[Prompt], loaded: Loaded) -> None:
-        """Say what a run would need, and write nothing."""
+        """Say what the training will need, before the target is asked for days.
+
+        Raises:
+            TooLarge: more memory than there is.
+        """
         asked = self._asked
         if dataset is None:
             task = Task(loaded.target, loaded.tokenizer, Dataset(self._generated, {}), asked.recipe)
@@ -166,7 +174,6 @@ class _Command:
         _say(need.line())
         _say(outlook.of_disk(need))
         need.refuse_more_than(memory_here())
-        _say("nothing was written: this was a dry run")
 
     def _chosen(self, dataset: Dataset) -> list[HeldOut]:
         """What the draft is measured on, without features; empty if nothing is held out."""
@@ -215,13 +222,15 @@ class _Command:
     def _report(self, judge: Judge) -> None:
         """Where the draft is, what it accepts, and how to run it."""
         folder, found = self._run.draft, judge.found
-        at = f" --revision {self._asked.revision}" if self._asked.revision else ""
-        command = f"dflash-metal generate --model {self._asked.target}{at} --draft {folder} --prompt 'Hello'"
+        at = ["--revision", self._asked.revision] if self._asked.revision else []
+        words = ["generate", "--model", self._asked.target, *at, "--draft", str(folder), "--prompt", "Hello there"]
+        command = shlex.join(["dflash-metal", *words])
         if self._args.json:
-            _print_record({"kind": "result", "draft": str(folder), "run": command, **found})
+            _print_record({**found, "kind": "result", "draft": str(folder), "run": command})
             return
         for name, each in (found.get("categories") or {}).items():
-            _say(f"{name}: {number(each['tokens_per_cycle'], '.2f')} tokens per cycle ({each['prompts']} prompts)")
+            rate = number(each["tokens_per_cycle"], ".2f")
+            _say(f"{name}: {rate} tokens per cycle ({outlook.counted(each['prompts'])})")
         overall = found.get("tokens_per_cycle")
         _say("not measured: nothing was held out" if not found else f"all: {number(overall, '.2f')} tokens per cycle")
         _say(f"to run it: {command}")
@@ -232,9 +241,9 @@ def _print_record(record: Mapping[str, Any]) -> None:
     print(json.dumps(plain(record), ensure_ascii=False, allow_nan=False), flush=True)
 
 
-def _check_groups(group_size: int, loaded: Loaded) -> None:
+def check_groups(group_size: int, config: DraftConfig) -> None:
     """Raises ValueError if the finished draft could not be quantised: hours later would be late."""
-    shapes = expected_shapes(loaded.config).items()
+    shapes = expected_shapes(config).items()
     rows = {shape[-1] for name, shape in shapes if len(shape) == 2 and is_packable(name.removesuffix(".weight"))}
     if not any(row % group_size == 0 for row in rows):
         raise ValueError(

@@ -40,9 +40,14 @@ class Sight:
         )
         return cls(mx.array(blocks.positions), mx.array(blocks.anchor_positions), mx.array(before[:, :, None]))
 
-    def context(self, rows: int, window: int | None) -> mx.array:
-        """[N, A, rows or 1, L] float32, added to scores: row o of a block sees what is less than a window before it."""
+    def context(self, rows: int, window: int | None, kept: int | None = None) -> mx.array:
+        """[N, A, rows or 1, L] float32, added to scores: row o of a block sees what is less than a window before it.
+
+        kept: context rows that the draft keeps at most (`DraftModel.context_window`).
+        """
         seen = self.before
+        if kept is not None:
+            seen = seen & (self.anchors[:, :, None, None] - self.positions[:, None, None] <= kept)
         if window is not None:
             row = self.anchors[:, :, None] + mx.arange(rows)
             seen = seen & (row[..., None] - self.positions[:, None, None] < window)
@@ -77,7 +82,8 @@ def denoise_blocks(draft: DraftModel, rows: mx.array, features: mx.array, sight:
     config = draft.config
     for index, layer in enumerate(draft.layers):
         window = config.sliding_window if config.layer_types[index] == SLIDING else None
-        masks = sight.context(block, window), block_mask(block, causal=config.is_causal(index), window=window)
+        context = sight.context(block, window, draft.context_window)
+        masks = context, block_mask(block, causal=config.is_causal(index), window=window)
         h = _layer(layer, h, fused, sight, masks)
     return draft.norm(h[:, 1:]).reshape(count, anchors, block - 1, hidden)
 

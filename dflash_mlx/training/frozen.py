@@ -11,7 +11,7 @@ from dflash_mlx.targets import Target
 
 
 def by_frequency(counts: np.ndarray) -> np.ndarray:
-    """[V] counts -> [V] int32, the tokens with the largest first; among equals the lowest ids, which BPE merged first."""
+    """[V] counts -> [V] int32, the tokens with the largest first; among equals the lowest ids, merged first by BPE."""
     return np.argsort(-counts, kind="stable").astype(np.int32)
 
 

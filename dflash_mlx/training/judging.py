@@ -26,6 +26,7 @@ from dflash_mlx.training.held_out import HeldOut, held_out
 from dflash_mlx.training.hooks import Snapshot
 from dflash_mlx.training.log import Log
 from dflash_mlx.training.matches import Matches
+from dflash_mlx.training.outlook import counted
 from dflash_mlx.training.prepare import Prepared
 from dflash_mlx.training.run_folder import RunFolder, versions
 from dflash_mlx.training.supply import Loaded
@@ -82,7 +83,7 @@ class Judge:
         stop = set(self.loaded.tokenizer.eos_token_ids)
         for category in sorted({answer.category for answer in self.chosen}):
             answers = [answer for answer in self.chosen if answer.category == category]
-            self.tell(f"measuring the finished draft in the decode loop: {len(answers)} prompts of {category}")
+            self.tell(f"measuring the finished draft in the decode loop: {counted(len(answers))} of {category}")
             counts |= accepted(
                 target, draft, answers, stop=stop, block_size=recipe.block_size, max_tokens=recipe.evaluate_tokens
             )

@@ -138,17 +138,21 @@ def selector_loss(
 ) -> mx.array:
     """Cross-entropy of DFlash 2's selector over its candidates, each given the true token before it.
 
-    The label takes the place of the last candidate where it is none of them.
+    The label takes the place of the last candidate where it is none of them. As where it runs, only tokens that the
+    codebooks have are candidates: a target that a draft is adapted to may have more.
 
     Args:
         hidden: [R, H] after the final norm. logits: [R, V] after the draft's transform. before: [R] int32, the true
             token before. labels: [R] int32.
     Returns:
-        [R] float32.
+        [R] float32, 0 where the label cannot be a candidate.
     """
     selector = draft.candidate_selector
     shape = draft.config.selector
     assert shape is not None  # of DFlash 2
+    rows = len(selector.predecessor_codebook)
+    logits, before = logits[:, :rows], mx.minimum(before, rows - 1)
+    known, labels = labels < rows, mx.minimum(labels, rows - 1)
     count = min(shape.top_k, logits.shape[1])
     best = mx.argsort(-mx.stop_gradient(logits), axis=1)[:, :count].astype(mx.int32)
     found = best == labels[:, None]
@@ -161,4 +165,4 @@ def selector_loss(
     )
     scores = mx.take_along_axis(logits, candidates, axis=1) + (after @ start[:, :, None])[..., 0]
     right = mx.where(candidates == labels[:, None], scores, 0.0).sum(axis=1)
-    return mx.logsumexp(scores, axis=1) - right
+    return mx.where(known, mx.logsumexp(scores, axis=1) - right, 0.0)

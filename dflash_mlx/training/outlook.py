@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -73,12 +74,14 @@ def _vocabulary(tokenizer: TokenizerWrapper) -> dict[int, str]:
 def of_answers(prepared: Prepared) -> list[str]:
     """Data and vocabulary."""
     answers, frozen = prepared.answers, prepared.frozen
+    dataset, shards = prepared.task.dataset, prepared.start.shards
     tokens = int((answers.lengths - answers.prompt_lengths).sum())
+    held = sum(int(dataset.shard(number).held_out.sum()) for number in shards)
     learns = f"{prepared.start.top} likeliest tokens of each distribution" if prepared.start.top else "tokens alone"
     where = "computed in every step" if prepared.decoder is not None else "stored"
     lines = [
-        f"data: {prepared.task.dataset.folder}, {len(prepared.start.shards)} shards, {len(answers)} answers to learn "
-        f"from, {tokens} tokens without their prompts; learns from {learns}; features are {where}"
+        f"data: {dataset.folder}, {len(shards)} shards, {len(answers)} answers to learn from, {tokens} tokens without "
+        f"their prompts, {held} more answers held out; learns from {learns}; features are {where}"
     ]
     if frozen.vocabulary is not None:
         counts = answers.counts(prepared.task.target.spec.vocab_size)
@@ -120,6 +123,10 @@ def of_evaluation(recipe: Recipe, counts: Counter[str]) -> str:
     )
 
 
+def counted(prompts: int) -> str:
+    return f"{prompts} prompt{'s' * (prompts != 1)}"
+
+
 def of_disk(need: Need) -> str:
     return (
         f"disk: about {5 * need.draft / 3 / 1e9:.2f} GB for checkpoints and drafts, twice that while they are written"
@@ -127,7 +134,7 @@ def of_disk(need: Need) -> str:
 
 
 def resume_line(out: object) -> str:
-    return f"dflash-metal train --out {out} --resume"
+    return f"dflash-metal train --out {shlex.quote(str(out))} --resume"
 
 
 def expected(asked: Asked, loaded: Loaded, prompts: Sequence[Prompt], task: Task) -> Prepared:

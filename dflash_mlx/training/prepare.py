@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,7 @@ def prepare(task: Task, start: Start, scales: FeatureScales | None = None) -> Pr
     vocabulary, order = None, None
     if recipe.vocabulary or recipe.columns:
         order = by_frequency(answers.counts(target.spec.vocab_size))
+        order = order[order < config.vocab_size]  # a draft that is adapted may know fewer
     if recipe.vocabulary and order is not None:
         vocabulary = np.sort(order[: recipe.vocabulary])
     frozen = Frozen(target, draft, vocabulary, order)
@@ -193,11 +195,12 @@ def prepare(task: Task, start: Start, scales: FeatureScales | None = None) -> Pr
 
 def _measured(plan: Plan, answers: Answers, recipe: Recipe, taps: int) -> FeatureScales:
     """Of the answers that are learned first; the same whether their features are stored or not."""
-    found: list[np.ndarray] = []
-    for number in range(plan.micro_batches):
-        if len(found) >= _MEASURED:
-            break
-        draws = plan.draws(number)
-        sample_of = answers.reader(draws, recipe)
-        found += [sample_of(draw.sample).features[: int(draw.anchors[-1])] for draw in draws]
-    return FeatureScales.measure(found, taps)
+
+    def found() -> Iterator[np.ndarray]:
+        """One at a time: all of them may be gigabytes."""
+        batches = min(plan.micro_batches, -(-_MEASURED // recipe.sequences))
+        for draws in map(plan.draws, range(batches)):
+            sample_of = answers.reader(draws, recipe)
+            yield from (sample_of(draw.sample).features[: int(draw.anchors[-1])] for draw in draws)
+
+    return FeatureScales.measure(found(), taps)

@@ -51,10 +51,11 @@ def complete(
             f"their name, got {decoder.taps}."
         )
     for number in dataset.numbers():
-        shard = dataset.shard(number, top=top, layers=layers)
-        soft, features = bool(top) and shard.top_ids is None, bool(layers) and shard.features is None
+        soft = bool(top) and not dataset.soft_path(number, top).exists()
+        features = bool(layers) and not dataset.features_path(number, layers).exists()
         if not soft and not features:
-            continue
+            continue  # and not read: features may be a terabyte
+        shard = dataset.shard(number)
         order = np.argsort(np.diff(shard.offsets), kind="stable")
         found: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         for start in range(0, len(order), _ROWS):

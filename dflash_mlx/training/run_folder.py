@@ -125,11 +125,17 @@ class RunFolder:
         return found
 
     def refuse_run(self) -> None:
-        """Raises TrainingError if there is a run already."""
+        """Raises TrainingError if there is a run already, or what is left of one."""
         if self.started:
             raise TrainingError(
                 f"{self.path} holds a run already, and it is not overwritten. Go on with it by `--resume`, or give "
                 "another folder."
+            )
+        if self.checkpoints.has_state:
+            raise TrainingError(
+                f"{self.path} holds a checkpoint, and no run.json that says what it is of. A run that begins here "
+                "would go on from it after an interrupt. Restore run.json and go on with `--resume`, delete "
+                f"{self.checkpoints.folder}, or give another folder."
             )
 
     def refuse_none(self) -> None:

@@ -87,7 +87,7 @@ class Trainer:
             self._advance()
             if interrupts.asked:
                 self._stop()
-        self._finish()
+        self._finish(interrupts)
 
     def _due(self) -> bool:
         """Whether to evaluate before the next step."""
@@ -142,13 +142,15 @@ class Trainer:
                 found = self._hooks.evaluate(self._snapshot())
         except KeyboardInterrupt:
             self._stop()
-        best = math.isfinite(found.score) and (self._state.best is None or found.score > self._state.best["score"])
+        recipe, kept = self._prepared.recipe, self._state.best
+        measure = [recipe.evaluate_prompts, recipe.evaluate_tokens]  # of others, scores cannot be compared
+        same = kept if kept is not None and kept.get("measure", measure) == measure else None
+        best = math.isfinite(found.score) and (same is None or found.score > same["score"])
         record = found.record(best=best)
-        kept = self._state.best
         if best:
             self._folder.checkpoints.save_best(self._weights(), self._state.step)
             self._hooks.export(self._snapshot(record), self._folder.best)
-            kept = {"score": found.score, "record": record}
+            kept = {"score": found.score, "record": record, "measure": measure}
         self._tell(record, log=True)
         self._state = replace(self._state, evaluated=self._state.step, best=kept)
         self._save()
@@ -175,13 +177,21 @@ class Trainer:
             f"`--resume`, as if it had not been stopped."
         )
 
-    def _finish(self) -> None:
-        """The last checkpoint, and the draft of the best evaluation, or without any the last one."""
+    def _finish(self, interrupts: Interrupts) -> None:
+        """The last checkpoint, and the draft of the best evaluation, or without any the last one.
+
+        It may be measured for minutes: what interrupts that leaves a training that is finished when it goes on.
+        """
         self._save()
         best, last = self._state.best, self._weights()
         weights = self._folder.checkpoints.load_best() if best else None
         self._prepared.restore(weights or last)
-        self._hooks.export(self._snapshot(best["record"] if best else None), self._folder.draft)
+        try:
+            with interrupts.at_once():
+                self._hooks.export(self._snapshot(best["record"] if best else None), self._folder.draft)
+        except KeyboardInterrupt:
+            self._prepared.restore(last)
+            self._stop()
         self._prepared.restore(last)
         self._tell({"kind": "end", "step": self._state.step, "why": "finished"}, log=True)
 

@@ -1,7 +1,7 @@
-"""A target with a rule that a draft can learn: its next token follows from its last one, round a circle of 62 tokens.
+"""A target with a rule that a draft can learn: its next token follows from its last one, round a circle of 52 tokens.
 
 It is a Llama whose layers add next to nothing, so its features say which token was last; its text does not repeat
-itself for 62 tokens. Its tokenizer has no chat template: the last letter of a prompt says where the answer begins.
+itself for 52 tokens. Its tokenizer has no chat template: the last letter of a prompt says where the answer begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARPNESS = 12.0  # of the logits: a drawn answer seldom leaves the circle
 def circle() -> list[int]:
     """Token ids in the order in which they follow each other."""
     tokenizer = byte_tokenizer()
-    found = [tokenizer.encode(letter)[0] for letter in string.ascii_letters + string.digits]
+    found = [tokenizer.encode(letter)[0] for letter in string.ascii_letters]
     random.Random(5).shuffle(found)
     return found
 
@@ -54,7 +54,7 @@ def target_folder(folder: Path) -> Path:
     return folder
 
 
-def prompts_file(path: Path, count: int = 120) -> Path:
+def prompts_file(path: Path, count: int) -> Path:
     """As .jsonl, of two categories."""
     draw = random.Random(7)
     rows = [

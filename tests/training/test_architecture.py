@@ -183,6 +183,16 @@ def test_a_draft_to_begin_with_keeps_its_own_sizes(tmp_path: Path, tokenizer: To
     assert draft_config(target_for(tiny("llama")), tokenizer, trained) == config
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_a_plain_draft_takes_over_the_vocabulary_of_a_target_with_more_tokens(
+    second: bool, tmp_path: Path, tokenizer: TokenizerWrapper
+) -> None:
+    """A fine-tune may add tokens: they could not be proposed, or had no row in the codebooks of DFlash 2."""
+    folder = checkpoints.v1(tmp_path / "draft", vocab_size=250, dflash_config={"mask_token_id": 249})
+    recipe = Recipe(initial=str(folder), second=second, rank=8, candidates=6)
+    assert draft_config(target_for(tiny("llama")), tokenizer, recipe).vocab_size == 257
+
+
 def test_the_block_of_a_draft_may_shrink(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
     folder = checkpoints.v1(tmp_path / "draft", dflash_config={"runtime_block_size": 8})
     config = draft_config(target_for(tiny("llama")), tokenizer, Recipe(initial=str(folder), block_size=6))

@@ -150,7 +150,7 @@ WHOLE = About(
     MANIFEST,
     answers=23456,
     tokens=1234567,
-    recipe=Recipe(layers=2, block_size=8, evaluate_tokens=96, initial="/home/me/old-draft"),
+    recipe=Recipe(layers=2, block_size=8, evaluate_tokens=96, initial="/home/me/old-draft", accumulate=2),
     steps=1000,
     seconds=7200,
     evaluation=RECORD,
@@ -178,7 +178,8 @@ def test_the_card_says_what_was_counted(tmp_path: Path) -> None:
         "block size 8, at most 96 tokens an answer" in text and "weights of step 700, before they were stored" in text
     )
     assert "61%, 40%, not measured" in text
-    assert "1,000 steps in 2.0 hours" in text and "layers = 2\n" in text and "mlx 0.32.4." in text
+    assert "These prompts also decided which step was kept" in text
+    assert "1,000 steps of 8 answers each in 2.0 hours" in text and "layers = 2\n" in text and "mlx 0.32.4." in text
     assert "Initialised from the draft old-draft" in text and "/home" not in text
     assert 'load("org/Model-4bit", revision=\'abc123\', draft="path/to/this/folder")' in text
     assert "never measured on Apple hardware" in text

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 def made(kind: str) -> DraftModel:
-    draft = special_draft(dict(layer_types=(FULL, FULL), block_size=BLOCK) | KINDS[kind])
+    draft = special_draft(dict(layer_types=(FULL, FULL), block_size=BLOCK) | (KINDS | KEPT)[kind])
     mx.random.seed(5)
     shaken = [(name, value + 0.1 * mx.random.normal(value.shape)) for name, value in tree_flatten(draft.parameters())]
     draft.load_weights(shaken)
@@ -83,7 +83,13 @@ def test_each_block_is_denoised_as_if_it_were_alone(kind: str, pack: int) -> Non
     assert compared == sum(len(draw.anchors) for draw in DRAWS)
 
 
-@pytest.mark.parametrize("kind", ["full", "second", "sliding, causal blocks"])
+KEPT: dict[str, dict[str, object]] = {
+    "rows that are kept": dict(context_window=4),
+    "rows that are kept, sliding": dict(layer_types=(SLIDING, FULL), sliding_window=8, context_window=5),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "second", "sliding, causal blocks", *KEPT])
 def test_it_is_the_forward_that_serves(kind: str) -> None:
     """What is trained is what runs: `DraftModel.extend` and `denoise` give the same for every anchor."""
     draft = made(kind)

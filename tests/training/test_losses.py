@@ -124,6 +124,18 @@ def test_no_gradient_goes_through_pace_weights() -> None:
     assert not np.array(slope).any()
 
 
+def test_tokens_that_the_codebooks_do_not_have_are_no_candidates() -> None:
+    """A target that a draft is adapted to may have more: rows past the end of the codebooks would be read."""
+    draft = special_draft(DFLASH2, vocab_size=250)
+    mx.random.seed(1)
+    hidden, logits = mx.random.normal((3, draft.config.hidden_size)), 3 * mx.random.normal((3, 257))
+    logits[:, 250:] = 50.0  # the best ones
+    before, labels = mx.array([251, 3, 256]), mx.array([5, 253, 7])
+    found = selector_loss(draft, hidden, logits, before, labels)
+    known = selector_loss(draft, hidden, logits[:, :250], mx.array([249, 3, 249]), mx.array([5, 0, 7]))
+    assert found[1] == 0 and np.array_equal(np.array(found)[[0, 2]], np.array(known)[[0, 2]])
+
+
 def test_the_selector_learns_its_candidates_given_the_true_token_before() -> None:
     draft = special_draft(DFLASH2)
     shape = draft.config.selector

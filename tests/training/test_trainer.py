@@ -20,6 +20,7 @@ from dflash_mlx.training.blocks import Draw, assemble
 from dflash_mlx.training.checkpoint import Checkpoints, TrainingError, by_name
 from dflash_mlx.training.dataset import Dataset, DatasetError
 from dflash_mlx.training.decoder import decoder_for
+from dflash_mlx.training.hooks import Snapshot
 from dflash_mlx.training.interrupts import Stopped
 from dflash_mlx.training.optimise import PATIENCE, Diverged, Optimiser, Schedule, Sum, decays
 from dflash_mlx.training.prepare import Prepared
@@ -35,6 +36,7 @@ from tests.training.runs import (
     answers,
     assert_equal,
     assert_same_bits,
+    export,
     learn,
     lines,
     losses,
@@ -334,6 +336,44 @@ def test_the_finished_draft_is_that_of_the_best_evaluation(dataset: Dataset, tmp
     assert not np.array_equal(np.array(best[name]), np.array(last.draft[name]))
 
 
+def test_scores_on_other_prompts_are_not_compared(dataset: Dataset, tmp_path: Path) -> None:
+    """Fewer prompts, or easier ones, may give a higher score for a worse draft."""
+
+    def fail() -> None:
+        raise RuntimeError("a crash")
+
+    recipe = RECIPE.changed(steps=6)
+    with pytest.raises(RuntimeError, match="a crash"):
+        learn(dataset, tmp_path, recipe, Seen(at={("step", 3): fail}), scores={2: 9.0})
+    changed = recipe.changed(evaluate_prompts=1)
+    learn(dataset, tmp_path, changed, scores={4: 1.0, 6: 0.5}, resume=True)
+    assert [(each["step"], each["best"]) for each in lines(tmp_path, "evaluation")] == [
+        (2, True),
+        (4, True),
+        (6, False),
+    ]
+    assert (tmp_path / "draft" / "step").read_text() == "4"
+
+
+def test_ctrl_c_while_the_finished_draft_is_measured_stops_at_once(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take minutes; what goes on then ends as if nothing had been, with the weights of the last step kept."""
+    learn(dataset, tmp_path / "whole", scores=SCORES)
+
+    def measured(snapshot: Snapshot, folder: Path) -> None:
+        export(snapshot, folder)
+        if folder.name == "draft":
+            ctrl_c()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.training.runs.export", measured)
+        with pytest.raises(Stopped, match="after step 4 of 4, and nothing is lost"):
+            learn(dataset, tmp_path / "cut", scores=SCORES)
+    learn(dataset, tmp_path / "cut", scores=SCORES, resume=True)
+    assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+
+
 def test_what_is_evaluated_and_exported_takes_features_as_they_are(dataset: Dataset, tmp_path: Path) -> None:
     """In training the draft's features are divided by scales; exported so, it would accept nothing."""
     learn(dataset, tmp_path, RECIPE.changed(evaluate_every=0))
@@ -444,6 +484,25 @@ def test_a_run_is_not_overwritten_nor_made_up(dataset: Dataset, tmp_path: Path) 
     learn(dataset, tmp_path, RECIPE.changed(steps=1))
     with pytest.raises(TrainingError, match="holds a run already, and it is not overwritten"):
         learn(dataset, tmp_path)
+
+
+def test_a_checkpoint_of_nobody_knows_what_is_not_gone_on_from(dataset: Dataset, tmp_path: Path) -> None:
+    """Without run.json a new run could begin beside it, and after an interrupt go on from another draft's weights."""
+    learn(dataset, tmp_path, RECIPE.changed(steps=1, evaluate_every=0))
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(TrainingError, match=r"holds a checkpoint, and no run\.json .* delete .*checkpoint, or"):
+        learn(dataset, tmp_path, RECIPE)
+
+
+def test_rows_of_other_answers_are_refused_before_anything_is_learned(dataset: Dataset, tmp_path: Path) -> None:
+    """A longer file would be read without a word, and a draft learn from features of other tokens."""
+    for beside in ("features-0-2", f"soft-{TOP}"):
+        folder = tmp_path / beside
+        shutil.copytree(dataset.folder, folder)
+        files = sorted((folder / beside).iterdir(), key=lambda path: path.stat().st_size)
+        shutil.copyfile(files[-1], files[0])
+        with pytest.raises(DatasetError, match=r"rows for \d+ tokens, so they are of other answers\. Delete it"):
+            learn(Dataset.open(folder), tmp_path / "run", RECIPE)
 
 
 def test_two_processes_do_not_train_in_one_folder(dataset: Dataset, tmp_path: Path) -> None:
