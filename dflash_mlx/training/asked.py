@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.files import whole_file
+from dflash_mlx.pairing.registry import DEMO
 from dflash_mlx.training.checkpoint import TrainingError
 from dflash_mlx.training.generate import Settings
-from dflash_mlx.training.recipe import Recipe
+from dflash_mlx.training.recipe import FROM_TARGET, RANDOM, Recipe
 from dflash_mlx.training.run_folder import FREE
 
 FILE, FORMAT = "command.json", 1
@@ -77,7 +78,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     for name in ("target", "data"):
         if name in given and Path(given[name]).expanduser().exists():
-            given[name] = str(Path(given[name]).expanduser().absolute())
+            given[name] = _absolute(given[name])
     if before is None:
         if missing := [name for name in ("target", "data") if name not in given]:
             raise TrainingError(
@@ -93,7 +94,14 @@ def asked_of(args: argparse.Namespace) -> Asked:
 def _recipe(args: argparse.Namespace, before: Recipe) -> Recipe:
     base = before if args.recipe is None else Recipe.read(args.recipe)
     shortcuts = {entry: getattr(args, flag) for flag, entry in _SHORTCUTS.items() if getattr(args, flag) is not None}
-    return Recipe.from_dict({**base.to_dict(), **dict(args.set), **shortcuts})
+    found = Recipe.from_dict({**base.to_dict(), **dict(args.set), **shortcuts})
+    named = found.initial in (FROM_TARGET, RANDOM, DEMO) or not Path(found.initial).expanduser().exists()
+    return found if named else found.changed(initial=_absolute(found.initial))
+
+
+def _absolute(path: str) -> str:
+    """A run is continued from any folder."""
+    return str(Path(path).expanduser().absolute())
 
 
 def _begun(folder: Path) -> Recipe:

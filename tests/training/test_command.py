@@ -305,6 +305,26 @@ def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_goes_on_from_another_folder_than_it_was_begun_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths that were given from there would be none, the draft that it begins with among them."""
+    from dflash_mlx.train_command import train_parser
+    from dflash_mlx.training.asked import asked_of
+
+    for name in ("model", "prompts", "old", "random"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["--target", "model", "--data", "prompts", "--out", "run"]
+    asked = asked_of(train_parser().parse_args([*words, "--draft", "old"]))
+    assert (asked.target, asked.data) == (str(tmp_path / "model"), str(tmp_path / "prompts"))
+    assert asked.recipe.initial == str(tmp_path / "old")
+    asked.write(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "old")
+    assert asked_of(train_parser().parse_args(["--out", str(tmp_path / "run"), "--resume"])) == asked
+    assert asked_of(train_parser().parse_args([*words, "--draft", "random"])).recipe.initial == "random"
+
+
 def test_a_recipe_file_and_settings_come_together(place: Path, tmp_path: Path) -> None:
     """The file first, then --set, then the shortcuts."""
     from dflash_mlx.train_command import train_parser

@@ -133,6 +133,7 @@ def test_a_draft_that_could_not_work_is_not_written(tmp_path: Path) -> None:
 # --- The card ---
 
 RECORD = {
+    "best": True,
     "step": 700,
     "accuracy": [0.614, 0.4, None],
     "tokens_per_cycle": 2.412,

@@ -15,11 +15,13 @@ import pytest
 from mlx.utils import tree_unflatten
 
 from dflash_mlx.training import step as step_module
+from dflash_mlx.training.about import About, TargetFacts
 from dflash_mlx.training.answers import Answers
 from dflash_mlx.training.blocks import Draw, assemble
 from dflash_mlx.training.checkpoint import Checkpoints, TrainingError, by_name
 from dflash_mlx.training.dataset import Dataset, DatasetError
 from dflash_mlx.training.decoder import decoder_for
+from dflash_mlx.training.export import export as export_draft
 from dflash_mlx.training.hooks import Snapshot
 from dflash_mlx.training.interrupts import Stopped
 from dflash_mlx.training.optimise import PATIENCE, Diverged, Optimiser, Schedule, Sum, decays
@@ -27,6 +29,7 @@ from dflash_mlx.training.prepare import Prepared
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import RunFolder
 from dflash_mlx.training.step import Step
+from tests.conftest import special_draft
 from tests.families import tiny
 from tests.training.runs import (
     RECIPE,
@@ -503,6 +506,15 @@ def test_rows_of_other_answers_are_refused_before_anything_is_learned(dataset: D
         shutil.copyfile(files[-1], files[0])
         with pytest.raises(DatasetError, match=r"rows for \d+ tokens, so they are of other answers\. Delete it"):
             learn(Dataset.open(folder), tmp_path / "run", RECIPE)
+
+
+def test_a_reduced_vocabulary_has_only_tokens_that_an_adapted_draft_knows(dataset: Dataset, tmp_path: Path) -> None:
+    """A fine-tune may have more tokens than the embedding that the draft carries: its export would be refused."""
+    old = special_draft(dict(own_embedding=True), vocab_size=250, dflash_config={"mask_token_id": 249})
+    export_draft(old, tmp_path / "old", About(TargetFacts("tiny")))
+    recipe = Recipe(initial=str(tmp_path / "old"), vocabulary=256, sequences=2, anchors=2)
+    found = prepared(dataset, recipe).frozen.vocabulary
+    assert found is not None and found.tolist() == list(range(250))
 
 
 def test_two_processes_do_not_train_in_one_folder(dataset: Dataset, tmp_path: Path) -> None:
