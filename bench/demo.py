@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--category", help="only the prompts of this one")
     made.add_argument("--tokens", type=int, default=128)
     made.add_argument("--block-size", type=int, help="default: the draft's choice for this machine")
+    made.add_argument("--draft-vocabulary", choices=["auto", "full"], default="auto", help="full: propose every token")
     made.add_argument("--blas", choices=["auto", "off"], default="auto")
     made.add_argument("--dtype")
     made.add_argument("--gguf")
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflash_mlx import load
 
     tell = lambda message, share: print(message, file=sys.stderr) if share is None else None  # noqa: E731
-    pair = load("demo", draft="auto", blas=args.blas, dtype=args.dtype, gguf=args.gguf, progress=tell)
+    wanted = dict(blas=args.blas, dtype=args.dtype, gguf=args.gguf, draft_vocabulary=args.draft_vocabulary)
+    pair = load("demo", draft="auto", **wanted, progress=tell)
     card = machine.card()
     prompts = choose(args.prompts, args.category)
     for arm in ARMS:  # warm-up, discarded
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "tokens": args.tokens,
             "order": " ".join(ORDER),
             "block_size": rows[0]["block_size"],
+            "draft_vocabulary": pair[2].reduced_size,
             "temperature": 0,
             "target_dtype": str(pair[0].model.norm.weight.dtype).removeprefix("mlx.core."),
         },

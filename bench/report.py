@@ -1,4 +1,4 @@
-"""Write the README's tables from the committed results, between their markers; a test checks that they agree.
+"""Write the tables of the README and of the pages from what is committed, between their markers; a test compares.
 
 python -m bench.report [--check]
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
+TRAINING = ROOT / "bench" / "demo-draft" / "log.jsonl"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -74,30 +75,78 @@ def overhead_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-BLOCKS: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo_table, "overhead": overhead_table}
+def training_table(records: Sequence[dict[str, Any]]) -> str:
+    """How the demo draft got better: every evaluation, with the blocks and the time that it took until then."""
+    start = next(record for record in records if record["kind"] == "start")
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    prompts = sum(each["prompts"] for each in evaluations[-1]["categories"].values())
+    lines = [
+        "| step | blocks | hours of training | first token right | tokens per cycle, code | all |",
+        "|---|---|---|---|---|---|",
+    ]
+    for record in evaluations:
+        done = [each for each in records if each["kind"] == "step" and each["step"] <= record["step"]][-1]
+        lines.append(
+            f"| {record['step']} | {done['blocks']:,} | {done['seconds'] / 3600:.1f} | {record['accuracy'][0]:.0%} "
+            f"| {record['categories']['code']['tokens_per_cycle']:.2f} | {record['tokens_per_cycle']:.2f} |"
+        )
+    lines += [
+        "",
+        f"The demo draft: {start['parameters'] / 1e6:.1f} million parameters for a target of 135 million, "
+        f"{start['answers']:,} answers, blocks of {start['block_size']}, on {prompts} answers of topics that it never saw. "
+        "Hours are of one thread of a machine that did other work too. The rate falls from step to step, which the "
+        "last rows show. [bench/demo-draft](../bench/demo-draft/README.md) has the recipe, the answers and the log.",
+    ]
+    return "\n".join(lines)
 
 
-def render(text: str) -> str:
-    """The README's text with every block made anew."""
-    for name, make in BLOCKS.items():
-        block = make(json.loads((RESULTS / f"{name}.json").read_text()))
+def result(name: str) -> dict[str, Any]:
+    """A committed result."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def log() -> list[dict[str, Any]]:
+    """Of the demo draft's training."""
+    return [json.loads(line) for line in TRAINING.read_text().splitlines()]
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "demo": lambda: demo_table(result("demo")),
+        "overhead": lambda: overhead_table(result("overhead")),
+    },
+    "docs/training.md": {"demo-training": lambda: training_table(log())},
+}
+
+
+def render(page: str, text: str) -> str:
+    """A page's text with every block made anew."""
+    for name, make in PAGES[page].items():
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
         match = pattern.search(text)
         if not match:
-            raise SystemExit(f"README.md has no markers <!-- {name}:begin --> and <!-- {name}:end -->.")
-        text = f"{text[: match.start()]}{match[1]}{block}\n{match[2]}{text[match.end() :]}"
+            raise SystemExit(f"{page} has no markers <!-- {name}:begin --> and <!-- {name}:end -->.")
+        text = f"{text[: match.start()]}{match[1]}{make()}\n{match[2]}{text[match.end() :]}"
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    path = ROOT / "README.md"
-    old = path.read_text()
-    new = render(old)
-    if "--check" in (sys.argv[1:] if argv is None else argv):
-        print("README tables agree." if new == old else "README tables differ: run python -m bench.report")
-        return int(new != old)
-    path.write_text(new)
-    return 0
+    check, differs = "--check" in (sys.argv[1:] if argv is None else argv), False
+    for page in PAGES:
+        path = ROOT / page
+        old = path.read_text()
+        new = render(page, old)
+        if new == old:
+            continue
+        differs = True
+        if check:
+            print(f"Tables of {page} differ: run python -m bench.report")
+        else:
+            path.write_text(new)
+    if check and not differs:
+        print("The tables agree.")
+    return int(check and differs)
 
 
 if __name__ == "__main__":

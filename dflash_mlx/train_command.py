@@ -49,7 +49,7 @@ def _add_recipe(group: Any) -> None:
     setting = "an entry of the recipe, as in --set window=512; may be repeated"
     group.add_argument("--set", type=setting_of, action="append", default=[], metavar="NAME=VALUE", help=setting)
     group.add_argument("--draft", help="a draft to begin with: folder, repository, target (default) or random")
-    group.add_argument("--block-size", type=int, metavar="N", help="anchor + proposals (default 16)")
+    group.add_argument("--block-size", type=int, metavar="N", help="anchor + proposals (default 16, or the draft's)")
     group.add_argument("--layers", type=int, metavar="N", help="of the draft (default 5)")
     group.add_argument("--steps", type=int, metavar="N", help="(default: 6 passes over the answers)")
     group.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default 0)")
@@ -60,7 +60,7 @@ def _add_answers(group: Any) -> None:
     group.add_argument("--samples", type=_one_or_more, metavar="N", help="per prompt, the first greedy (default 2)")
     group.add_argument("--temperature", type=float, metavar="T", help="of those that are not greedy (default 0.7)")
     group.add_argument("--max-tokens", type=_one_or_more, metavar="N", help="of an answer (default 160)")
-    group.add_argument("--batch", type=_one_or_more, metavar="N", help="decoded together (default 96); less memory")
+    group.add_argument("--batch", type=_one_or_more, metavar="N", help="decoded together (default: 96, or what fits)")
 
 
 def setting_of(text: str) -> tuple[str, Any]:

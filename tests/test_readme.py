@@ -84,9 +84,11 @@ def test_the_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys, 
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    from bench.report import render
+    from bench.report import PAGES, render
 
-    assert render(README) == README, "run python -m bench.report"
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert render(page, text) == text, f"{page}: run python -m bench.report"
 
 
 def test_ci_runs_the_test_commands_of_the_readme() -> None:

@@ -81,14 +81,18 @@ class Stored:
 class About:
     """What is known of a draft; None is unknown, and the card says so.
 
-    data: manifest of its data set. answers, tokens: that it learned from, tokens without the prompts'. recipe: with
-    what was settled. steps, seconds: of training. evaluation: a record of the log, of held-out prompts.
+    data: manifest of its data set. answers, tokens: that it learned from, tokens without the prompts'. usable: answers
+    that a longer training would have learned from. row_scale: by what the rows of the target's embedding are multiplied
+    in a block. recipe: with what was settled. steps, seconds: of training. evaluation: a record of the log, of held-out
+    prompts.
     """
 
     target: TargetFacts
     data: Mapping[str, Any] | None = None
     answers: int | None = None
     tokens: int | None = None
+    usable: int | None = None
+    row_scale: float = 1.0
     recipe: Recipe | None = None
     steps: int | None = None
     seconds: float | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx import demo
@@ -14,6 +16,8 @@ from dflash_mlx.config import FULL, SLIDING, Convolution, DraftConfig, Selector
 from dflash_mlx.draft.checkpoint import check_sizes, read_config
 from dflash_mlx.draft.formats import read_tensors
 from dflash_mlx.draft.formats_shapes import check_shapes
+from dflash_mlx.draft.vocabulary import FILE, read_vocabulary
+from dflash_mlx.errors import FetchError
 from dflash_mlx.hub.cache import DRAFT
 from dflash_mlx.hub.repository import Progress, find
 from dflash_mlx.pairing.registry import DEMO
@@ -21,7 +25,7 @@ from dflash_mlx.spellings.variants import V1, V2
 from dflash_mlx.targets import Target
 from dflash_mlx.training.from_target import mlp_width
 from dflash_mlx.training.mask_token import find_mask_token
-from dflash_mlx.training.recipe import FROM_TARGET, RANDOM, Recipe, RecipeError
+from dflash_mlx.training.recipe import BLOCK, FROM_TARGET, LONGEST_BLOCK, RANDOM, Recipe, RecipeError
 from dflash_mlx.training.target_facts import cap_of, embedding_scale, rope_of, size_of
 
 _FEATURES = 5
@@ -74,7 +78,7 @@ def draft_config(target: Target, tokenizer: TokenizerWrapper, recipe: Recipe, na
         sliding_window=recipe.window if recipe.window and recipe.full < recipe.layers else None,
         causal=False if recipe.second else None,  # as the published ones of each kind
         attention_bias=False,
-        block_size=recipe.block_size,
+        block_size=recipe.block_size or BLOCK,
         mask_token_id=find_mask_token(tokenizer, spec.vocab_size, recipe.mask_token_id),
         target_layer_ids=_taps(recipe, spec.n_layers, name),
         num_target_layers=spec.n_layers,
@@ -165,7 +169,44 @@ def initial_folder(recipe: Recipe, tell: Progress = lambda message, share: None)
     """
     if recipe.initial in (FROM_TARGET, RANDOM):
         return None
-    return demo.draft_folder() if recipe.initial == DEMO else find(recipe.initial, DRAFT).fetch(tell)
+    if recipe.initial == DEMO:
+        return demo.draft_folder()
+    try:
+        return find(recipe.initial, DRAFT).fetch(tell)
+    except FetchError as error:
+        raise type(error)(
+            f"The draft {recipe.initial} that the training begins with cannot be had. {error} A run that is resumed "
+            "needs the one that it was begun with: then restore it."
+        ) from error
+
+
+def initial_vocabulary(recipe: Recipe, config: DraftConfig) -> np.ndarray | None:
+    """[n] int32: tokens that the draft which a recipe begins with proposes, ascending; None for all.
+
+    Args:
+        config: of `draft_config`. As DFlash 2 it proposes all: the selector scores every token.
+    Raises:
+        FetchError, CheckpointError: it cannot be had.
+    """
+    folder = initial_folder(recipe)
+    return None if folder is None or config.selector is not None else read_vocabulary(folder, config, recipe.initial)
+
+
+def initial_digest(recipe: Recipe) -> str | None:
+    """SHA-256 over all of the draft that a recipe begins with; None if it begins with none.
+
+    Raises:
+        FetchError, CheckpointError: it cannot be had.
+    """
+    folder = initial_folder(recipe)
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", folder / FILE, *sorted(folder.glob("*.safetensors"))]:
+        if path.exists():
+            with path.open("rb") as file:
+                digest.update(f"{path.name} ".encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _adopted(folder: Path, target: Target, recipe: Recipe, name: str) -> DraftConfig:
@@ -183,7 +224,7 @@ def _adopted(folder: Path, target: Target, recipe: Recipe, name: str) -> DraftCo
     second = recipe.second and config.selector is None
     sized = config.own_embedding or config.selector is not None  # it holds a row per token
     vocabulary = config.vocab_size if sized else target.spec.vocab_size
-    block = min(config.block_size, recipe.block_size)
+    block = min(config.block_size, recipe.block_size or LONGEST_BLOCK)
     return replace(
         config,
         block_size=block,
@@ -204,7 +245,7 @@ def _refuse_conflicts(config: DraftConfig, recipe: Recipe) -> None:
     found = {"taps": config.target_layer_ids}
     conflicts = [(key, vars(recipe)[key], found.get(key, vars(made)[key])) for key in names]
     conflicts = [entry for entry in conflicts if entry[1] not in (vars(default)[entry[0]], entry[2])]
-    if recipe.block_size != default.block_size and recipe.block_size > config.block_size:
+    if recipe.block_size > config.block_size:
         conflicts.append(("block_size", recipe.block_size, config.block_size))
     if config.selector is not None and recipe.vocabulary:
         conflicts.append(("vocabulary", recipe.vocabulary, "0, as for every DFlash 2 draft"))

@@ -22,7 +22,7 @@ from dflash_mlx.training.run_folder import FREE
 FILE, FORMAT = "command.json", 1
 # Flags that are entries of the recipe, under the same name or another one.
 _SHORTCUTS = {"block_size": "block_size", "layers": "layers", "steps": "steps", "seed": "seed", "draft": "initial"}
-_DECIDING = ("answers", "samples", "temperature", "max_tokens", "batch")  # of generated answers; the rest is checked
+DECIDING = ("answers", "samples", "temperature", "max_tokens", "batch")  # of generated answers; the rest is checked
 # by digests, or changes nothing that is learned
 _ANSWERS = Settings()
 
@@ -30,8 +30,8 @@ _ANSWERS = Settings()
 @dataclass(frozen=True)
 class Asked:
     """data: a data set's folder, or prompts. answers: prompts at most. samples, temperature, max_tokens, batch: as in
-    `Settings`. features: "cached", "computed" or None, which is decided when it is known how large they are. bits,
-    group_size: of the finished draft."""
+    `Settings`. features: "cached", "computed" or None. features and batch are decided when it is known how large they
+    are. bits, group_size: of the finished draft."""
 
     target: str
     data: str
@@ -43,7 +43,7 @@ class Asked:
     samples: int = _ANSWERS.samples
     temperature: float = _ANSWERS.temperature
     max_tokens: int = _ANSWERS.max_tokens
-    batch: int = _ANSWERS.batch
+    batch: int | None = None
     bits: int | None = None
     group_size: int = 64
     threads: int | None = None
@@ -54,7 +54,8 @@ class Asked:
 
     def settings(self, layers: tuple[int, ...] = ()) -> Settings:
         """Of the answers. Raises ValueError for a value out of range."""
-        made = Settings(self.recipe.seed, self.samples, self.temperature, max_tokens=self.max_tokens, batch=self.batch)
+        batch = _ANSWERS.batch if self.batch is None else self.batch
+        made = Settings(self.recipe.seed, self.samples, self.temperature, max_tokens=self.max_tokens, batch=batch)
         return replace(made, top=made.top if self.recipe.soft else 0, features=layers)
 
     def write(self, folder: Path) -> None:
@@ -73,6 +74,8 @@ def asked_of(args: argparse.Namespace) -> Asked:
         TrainingError: the run in the folder was begun with something else, which is named; or there is none.
     """
     folder = args.out
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file, and a run needs a folder of its own. Give another name as `--out`.")
     before = _read(folder)
     names = [name for name in Asked.__dataclass_fields__ if name != "recipe"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -115,7 +118,7 @@ def _begun(folder: Path) -> Recipe:
 def _refuse_others(found: Asked, before: Asked, folder: Path) -> None:
     """Raises TrainingError for what would make another draft of the same name."""
     pairs: dict[str, tuple[Any, Any]] = {
-        f"--{name.replace('_', '-')}": (getattr(before, name), getattr(found, name)) for name in _DECIDING
+        f"--{name.replace('_', '-')}": (getattr(before, name), getattr(found, name)) for name in DECIDING
     }
     if not (before.is_dataset and found.is_dataset):  # two data sets are compared by what is in them
         pairs["--data"] = before.data, found.data

@@ -108,6 +108,20 @@ class Plan:
             return self._recipe.steps
         return max(1, round(self._recipe.epochs * self.micro_batches / self._recipe.accumulate))
 
+    def reached(self, number: int) -> np.ndarray:
+        """Indices of the answers that are learned from in this many micro-batches, ascending."""
+        found = np.zeros(len(self._ends), bool)
+        for epoch in range(-(-number // self.micro_batches)):
+            for chosen in self._order(epoch)[: number - epoch * self.micro_batches]:
+                found[chosen] = True
+            if found.sum() == len(self._usable):
+                break
+        return np.flatnonzero(found)
+
+    def tokens(self, samples: np.ndarray) -> int:
+        """Of these answers, without their prompts and what is cut off."""
+        return int((self._ends - self._prompts)[samples].sum())
+
     def epoch(self, number: int) -> float:
         """Passes over the answers that are done when this many micro-batches are."""
         return number / self.micro_batches

@@ -84,6 +84,13 @@ def _loading(about: About) -> str:
     name, revision = about.target.name, about.target.revision
     at = f" --revision {revision}" if revision else ""
     keyword = f", revision={revision!r}" if revision else ""
+    scaled = (
+        ""
+        if about.row_scale == 1.0
+        else f" The rows of this target's embedding are multiplied by {about.row_scale:g} before they enter the "
+        "draft, as before the target's own first layer. A tool that takes the table's raw rows gets other proposals, "
+        "of which fewer are accepted."
+    )
     return (
         f"```bash\ndflash-metal generate --model {name}{at} --draft path/to/this/folder -p 'Hello'\n```\n\n"
         f"```python\nfrom dflash_mlx import load, stream_generate\n\n"
@@ -91,7 +98,7 @@ def _loading(about: About) -> str:
         f'for response in stream_generate(model, tokenizer, "Hello", draft_model=draft):\n'
         f'    print(response.text, end="")\n```\n\n'
         "In z-lab's format, so other tools that read DFlash checkpoints can load it too. They ignore "
-        "`draft_vocabulary.json`, if it is there, and propose from the whole vocabulary."
+        f"`draft_vocabulary.json`, if it is there, and propose from the whole vocabulary.{scaled}"
     )
 
 
@@ -129,6 +136,8 @@ def _acceptance(about: About, stored: Stored) -> str:
 def _data(about: About) -> str:
     target, data = about.target, about.data
     learned = f"{_count(about.answers, 'answers')}, {_count(about.tokens, 'tokens')} without their prompts."
+    if about.usable is not None and about.answers is not None and about.answers < about.usable:
+        learned += f" Those are the ones that its steps reached, of {about.usable:,} that there were."
     lines = [f"The target's own answers and nothing else: {learned}"]
     if data is None:
         lines.append("How they were made is not recorded.")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from dflash_mlx.pairing.registry import DEMO
 from dflash_mlx.targets import target_for
 from dflash_mlx.training import charts, outlook, supply
 from dflash_mlx.training.architecture import draft_config
-from dflash_mlx.training.asked import FILE, asked_of
+from dflash_mlx.training.asked import DECIDING, FILE, asked_of
 from dflash_mlx.training.dataset import Dataset
-from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, held_out
+from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, held_out, positions_in
 from dflash_mlx.training.initialise import FeatureScales
 from dflash_mlx.training.interrupts import Interrupts, Stopped
 from dflash_mlx.training.judging import Judge
@@ -54,14 +55,29 @@ def run(args: argparse.Namespace) -> int:
         ValueError, DFlashError, OSError: for `cli.guarded`.
     """
     folder = RunFolder(args.out)
+    resume = f"To go on: {outlook.resume_line(args.out)}"
+
+    def begun() -> bool:
+        return not args.dry_run and (folder.started or (args.out / FILE).exists())
+
     try:
         with Interrupts() as interrupts, interrupts.at_once():  # SIGTERM too leaves no half-written file
             return _Command(args, folder).run()
     except KeyboardInterrupt as stopped:
         said = str(stopped) if isinstance(stopped, Stopped) else "Interrupted."
-        begun = not args.dry_run and (folder.started or (args.out / FILE).exists())
-        _say(f"{said}\nTo go on: {outlook.resume_line(args.out)}" if begun else said)
+        _say(f"{said}\n{resume}" if begun() else said)
         return INTERRUPTED
+    except BrokenPipeError:
+        if not begun() or Log(folder.log).finished:
+            raise
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to fail at exit
+            _say(f"Error: nobody reads the records any more, so the training stopped. {resume}")
+        return 1
+    except OSError as error:
+        if not begun():
+            raise
+        raise OSError(f"{error}. What was finished before is kept. {resume}") from error
 
 
 def _say(line: str) -> None:
@@ -85,6 +101,7 @@ class _Command:
             dataset = Dataset.open(Path(asked.data) if asked.is_dataset else self._generated)
         else:
             prompts = supply.prompts_of(asked)
+        self._note_unused()
         loaded = self._load(dataset)
         _say(outlook.of_target(asked, loaded))
         _say(outlook.of_draft(asked.recipe, loaded))
@@ -97,11 +114,22 @@ class _Command:
         if self._args.dry_run:
             _say("nothing was written: this was a dry run")
             return 0
-        self._asked.write(self._args.out)
-        if dataset is None:
-            dataset = supply.answered(self._asked, loaded, prompts, self._generated, _say)
-        supply.fill(self._asked, loaded, dataset, _say)
-        return self._train(dataset, loaded)
+        with self._run.held():  # before anything is written: another process may be at work in it
+            self._asked.write(self._args.out)
+            if dataset is None:
+                _say(f"Ctrl-C stops it and keeps the shards that are done; {outlook.going_on(self._args.out)}")
+                dataset = supply.answered(self._asked, loaded, prompts, self._generated, _say)
+            supply.fill(self._asked, loaded, dataset, self._run, _say)
+            return self._train(dataset, loaded)
+
+    def _note_unused(self) -> None:
+        """Answers that are there stay as they are, and who asks for others has to know it."""
+        given = [f"--{name.replace('_', '-')}" for name in DECIDING if getattr(self._args, name) is not None]
+        if self._asked.is_dataset and given:
+            _say(
+                f"note: {self._asked.data} has its answers already, all of them are used, and {', '.join(given)} "
+                "changes nothing"
+            )
 
     def _load(self, dataset: Dataset | None) -> Loaded:
         """The target, as the answers were made if they are there and it is the demo's, which can be loaded in several
@@ -125,25 +153,29 @@ class _Command:
         return loaded
 
     def _place(self, dataset: Dataset | None, prompts: Sequence[Prompt], loaded: Loaded) -> None:
-        """Decide where features are, and say it with what the answers still need."""
+        """Decide where features are and how many answers are made together, and say it with what is still needed."""
         asked = self._asked
         if dataset is None:
             held = sum(prompt.held_out for prompt in prompts)
             _say(
-                f"data: {len(prompts)} prompts of {asked.data}, {held} of them held out; {asked.samples} answers to "
-                f"each, of at most {asked.max_tokens} tokens, go to {self._generated}"
+                f"data: {outlook.counted(len(prompts))} of {asked.data}, {held} of them held out; {asked.samples} "
+                f"answers to each, of at most {asked.max_tokens} tokens, go to {self._generated}"
             )
-            positions, folder = supply.positions_of(prompts, asked), self._generated
+            positions, folder = supply.positions_of(prompts, asked, loaded.tokenizer), self._generated
         else:
-            gaps = Gaps.of(dataset, asked, loaded.taps)
+            gaps = Gaps.of(dataset, asked, loaded.taps, self._run)
             positions, folder = gaps.positions, dataset.folder
         where, why = supply.where_features_are(asked, positions, loaded, folder)
         self._asked = asked = replace(asked, features=where)
         if positions:
             _say(f"features: {why}")
             check_space(folder, loaded.feature_bytes(positions) if where == CACHED and dataset is not None else 0)
-        if dataset is not None and (line := gaps.line(loaded, where)):
+        if dataset is None:
+            batch, line = supply.batch_of(asked, loaded, prompts, folder)
+            self._asked = replace(asked, batch=batch)
             _say(line)
+        elif said := gaps.line(loaded, where):
+            _say(said)
 
     def _foresee(self, dataset: Dataset | None, prompts: Sequence[Prompt], loaded: Loaded) -> None:
         """Say what the training will need, before the target is asked for days.
@@ -157,9 +189,11 @@ class _Command:
             prepared = outlook.expected(asked, loaded, prompts, task)
             _say(f"the rest holds if every answer has {asked.max_tokens} tokens; most have fewer")
             chosen = outlook.to_be_held_out(prompts, asked.recipe)
+            longest = max(supply.prompt_lengths(prompts, loaded.tokenizer), default=0)
+            held = chosen.total() * (longest + asked.recipe.evaluate_tokens)
         else:
             task = Task(loaded.target, loaded.tokenizer, dataset, asked.recipe)
-            gaps = Gaps.of(dataset, asked, loaded.taps)
+            gaps = Gaps.of(dataset, asked, loaded.taps, self._run)
             shards = self._run.shards() if self._run.started else None
             start = begin(task, shards, 0 if gaps.soft else None)
             prepared = prepare(task, start, FeatureScales(np.ones(len(loaded.taps), np.float32)))
@@ -167,10 +201,11 @@ class _Command:
                 prepared = replace(prepared, decoder=None)  # they are there by then
             for line in outlook.of_answers(replace(prepared, start=replace(start, top=gaps.top))):
                 _say(line)
-            chosen = outlook.categories(self._chosen(dataset))
+            answers = self._chosen(dataset)
+            chosen, held = outlook.categories(answers), positions_in(answers)
         _say(outlook.of_steps(prepared))
         _say(outlook.of_evaluation(asked.recipe, chosen))
-        need = estimate(prepared)
+        need = estimate(prepared, held)
         _say(need.line())
         _say(outlook.of_disk(need))
         need.refuse_more_than(memory_here())
@@ -199,11 +234,12 @@ class _Command:
                     tell(line)
                 tell(outlook.of_evaluation(prepared.recipe, outlook.categories(chosen)))
                 tell(outlook.of_disk(estimate(prepared)))
-                tell(f"Ctrl-C stops it and loses nothing; to go on: {outlook.resume_line(run.path)}")
+                tell(f"Ctrl-C stops it and loses nothing; {outlook.going_on(run.path)}")
 
             judge = Judge(asked, loaded, run, chosen, tell, show)
-            hooks = Hooks(judge.export, judge.evaluate if chosen else None, show, tell, begins)
-            train(loaded.target, loaded.tokenizer, dataset, asked.recipe, run.path, hooks=hooks, resume=run.started)
+            evaluate = judge.evaluate if chosen else None
+            hooks = Hooks(judge.export, evaluate, show, tell, begins, positions_in(chosen))
+            train(loaded.target, loaded.tokenizer, dataset, asked.recipe, run, hooks=hooks, resume=run.started)
         charts.write(Log(run.log).read(), run.path, tell=_say)
         self._report(judge)
         return 0

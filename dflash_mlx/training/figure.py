@@ -92,7 +92,8 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
         last = known or _smooth(shares)
         if last:
             ends.append((last[-1], f"{position + 1}", colour))
-    _label(axes, "accuracy by position, teacher-forced (faint: in training)", "share of right tokens")
+    among = f", among {history.columns} tokens" if history.columns else ""
+    _label(axes, f"accuracy by position, teacher-forced (faint: in training{among})", "share of right tokens")
     axes.set_ylim(0, None)
     named: list[tuple[float, str, Any]] = []
     for end in ends:  # late positions lie close together, and their order is known

@@ -7,7 +7,9 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.draft.vocabulary import head_rows
 from dflash_mlx.targets import Target
+from dflash_mlx.training.recipe import RecipeError
 
 
 def by_frequency(counts: np.ndarray) -> np.ndarray:
@@ -21,6 +23,8 @@ class Frozen:
     Args:
         vocabulary: target ids that are the head's columns in training, ascending; None: all.
         order: target ids, the most frequent ones first, for `among`.
+    Raises:
+        RecipeError: one of both is given, and no rows can be picked of such a head.
     """
 
     def __init__(
@@ -39,8 +43,9 @@ class Frozen:
         self._weight: mx.array | None = None
         self._bias: mx.array | None = None
         if vocabulary is not None:
-            self._weight, self._bias = _rows_of(target.head_module, mx.array(vocabulary))
-            mx.eval(self._weight)
+            self._weight, self._bias = _picked(target.head_module, vocabulary)
+        elif order is not None:
+            _picked(target.head_module, order[:1])  # refused now, not at the first step
 
     def among(self, named: np.ndarray, size: int) -> Frozen:
         """With fewer columns: those of these target ids, filled up to `size` with the most frequent ones.
@@ -77,13 +82,18 @@ class Frozen:
         return columns if self.vocabulary is None else self.vocabulary[columns]
 
 
-def _rows_of(head: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None]:
-    """Weight [ids, H] and bias [ids] of a head, as float32."""
-    bias = head.get("bias")
-    weight = head.weight[ids]
-    if isinstance(head, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-        scales, biases = head.scales[ids], head.get("biases")
-        weight = mx.dequantize(
-            weight, scales, None if biases is None else biases[ids], head.group_size, head.bits, head.mode
+def _picked(head: nn.Module, ids: np.ndarray) -> tuple[mx.array, mx.array | None]:
+    """Weight [ids, H] and bias [ids] of a head, as float32. Raises RecipeError for a head of an unknown kind."""
+    rows = head_rows(head, mx.array(ids))
+    if rows is None:
+        raise RecipeError(
+            f"The target's head is a {type(head).__name__}, of which no rows can be picked, and the recipe learns "
+            "against some of its tokens only (`vocabulary`, `columns`). Set both to 0, or fuse the adapter into the "
+            "target (`mlx_lm.fuse`)."
         )
-    return weight.astype(mx.float32), None if bias is None else bias[ids].astype(mx.float32)
+    weight, bias = rows.weight, rows.get("bias")
+    if isinstance(rows, nn.QuantizedLinear):
+        weight = mx.dequantize(weight, rows.scales, rows.get("biases"), rows.group_size, rows.bits, rows.mode)
+    weight = weight.astype(mx.float32)
+    mx.eval(weight)
+    return weight, None if bias is None else bias.astype(mx.float32)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +91,13 @@ def generate(
     if not 1 <= first <= every:
         raise ValueError(f"`part` has to be k/n with k in 1..n, got {first}/{every}.")
     decoder = decoder_for(model, settings.features)
-    longest = _longest_prompt(model, settings)
+    longest = longest_prompt(model, settings)
     dataset = Dataset.create_or_resume(folder, describe(tokenizer, prompts, settings, target, source))
     there, number = set(dataset.numbers()), -1
-    clock = _Clock()
-    for chunk in chunks(samples(prompts, settings.samples), settings.batch, settings.seed):
+    planned = chunks(samples(prompts, settings.samples), settings.batch, settings.seed)
+    shards = sum(-(-len(chunk) // settings.batch) for chunk in planned)
+    clock = _Clock(sum(n not in there and n % every == first - 1 for n in range(shards)))
+    for chunk in planned:
         count = -(-len(chunk) // settings.batch)
         wanted = [n for n in range(number + 1, number + 1 + count) if n not in there and n % every == first - 1]
         start, number = number + 1, number + count
@@ -120,7 +122,7 @@ def generate(
     return dataset
 
 
-def _longest_prompt(model: Any, settings: Settings) -> int:
+def longest_prompt(model: Any, settings: Settings) -> int:
     """In tokens, so that prompt and answer have room in the target's context.
 
     Raises:
@@ -138,18 +140,26 @@ def _longest_prompt(model: Any, settings: Settings) -> int:
 
 
 class _Clock:
-    """Tokens of this run, and how fast."""
+    """Tokens of this run, how fast, and how long the rest takes if it is like that.
 
-    def __init__(self) -> None:
+    shards: to be made; fewer if prompts are left out.
+    """
+
+    def __init__(self, shards: int) -> None:
         self._wall, self._cpu, self._tokens = time.perf_counter(), time.process_time(), 0
+        self._shards, self._made = shards, 0
 
     def line(self, number: int, answers: Sequence[Any]) -> str:
+        from dflash_mlx.training.panel import duration
+
         made = sum(len(answer.tokens) - answer.prompt_length for answer in answers)
         self._tokens += made
+        self._made += 1
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         return (
-            f"shard {number}: {len(answers)} answers, {made} tokens; {self._tokens} so far, "
-            f"{self._tokens / wall:.0f} tokens/s, {self._tokens / cpu:.0f} per CPU second"
+            f"shard {number} ({self._made} of {self._shards}): {len(answers)} answers, {made} tokens; {self._tokens} "
+            f"so far, {self._tokens / wall:.0f} tokens/s, {self._tokens / cpu:.0f} per CPU second, about "
+            f"{duration(wall / self._made * (self._shards - self._made))} left"
         )
 
 
@@ -214,7 +224,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--temperature", type=float, default=default.temperature)
     made.add_argument("--min-p", type=float, default=default.min_p)
     made.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of an answer")
-    made.add_argument("--batch", type=int, default=default.batch, help=f"rows together (default {default.batch})")
+    fitting = f"rows together (default: that of the data set, or as many as fit, at most {default.batch})"
+    made.add_argument("--batch", type=int, help=fitting)
     made.add_argument(
         "--top", type=int, default=default.top, help="likeliest tokens kept of each distribution; 0: none"
     )
@@ -235,9 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     read = parser()
     args = read.parse_args(argv)
+    rows = Settings().batch if args.batch is None else args.batch
     try:
         settings = Settings(
-            args.seed, args.samples, args.temperature, args.min_p, args.max_tokens, args.batch, args.top, args.features
+            args.seed, args.samples, args.temperature, args.min_p, args.max_tokens, rows, args.top, args.features
         )
     except ValueError as error:
         read.error(str(error))
@@ -253,6 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, settings: Settings) -> int:
     from dflash_mlx import blas, load
+    from dflash_mlx.targets import target_for
+    from dflash_mlx.training import generation_memory
+    from dflash_mlx.training.dataset import Dataset
+    from dflash_mlx.training.memory import memory_here
     from dflash_mlx.training.prompts.sources import read_prompts
     from dflash_mlx.training.target_identity import identity
 
@@ -262,6 +278,12 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
     prompts = read_prompts(args.prompts, args.count, settings.seed)
     say(f"{len(prompts)} prompts, {sum(prompt.held_out for prompt in prompts)} of them held out")
     target = identity(args.target, args.revision, model)
+    begun = Dataset.open(args.out) if (args.out / "manifest.json").exists() else None
+    batch, line = generation_memory.chosen(
+        args.batch, begun, target_for(model), tokenizer, prompts, settings, memory_here()
+    )
+    settings = replace(settings, batch=batch)
+    say(line)
     generate(
         model, tokenizer, prompts, args.out, settings, target=target, source=args.prompts, part=args.part, tell=say
     )

@@ -27,20 +27,38 @@ class NothingHeldOut(DatasetError):
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Rows start..stop-1 of a file of features, which are read when they are asked for and not kept."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """[stop - start, F], as `Shard.features`. Raises DatasetError: the file is gone or damaged."""
+        with opened(self.path, _CURE) as file:
+            return read_rows(file, self.start, self.stop)
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """One prompt and the target's greedy answer to it.
 
     tokens:   [length] int32, prompt and answer; of the answer `limit` tokens at most.
     limit:    tokens at which the target would have been stopped: `max_tokens` of a request that says the same.
-    features: [positions, F], as `Shard.features`, of the layers that a draft reads, but for the last token's; None: not
-        read.
+    rows:     of features of the layers that a draft reads, but for the last token's; None: not asked for.
     """
 
     category: str
     tokens: np.ndarray
     prompt_length: int
     limit: int
-    features: np.ndarray | None = None
+    rows: StoredRows | np.ndarray | None = None
+
+    @property
+    def features(self) -> np.ndarray | None:
+        """[positions, F], as `Shard.features`; read now if they are stored. Raises DatasetError as `StoredRows`."""
+        return self.rows.read() if isinstance(self.rows, StoredRows) else self.rows
 
     @property
     def prompt(self) -> list[int]:
@@ -58,8 +76,14 @@ class HeldOut:
 
     def sample(self) -> Sample:
         """For `blocks.assemble`."""
-        assert self.features is not None
-        return Sample(self.tokens, self.prompt_length, self.features)
+        features = self.features
+        assert features is not None
+        return Sample(self.tokens, self.prompt_length, features)
+
+
+def positions_in(answers: Sequence[HeldOut]) -> int:
+    """That have features, of all these answers together."""
+    return sum(len(answer.tokens) - 1 for answer in answers)
 
 
 def held_out(
@@ -74,7 +98,8 @@ def held_out(
 ) -> list[HeldOut]:
     """Up to `per_category` held-out answers of each category, by category; which ones, the seed decides.
 
-    They are kept in memory with their features, 2 bytes per element or 4, since they are measured again and again.
+    Features that are stored are read whenever they are needed; those that are computed are kept in memory, 2 bytes per
+    element or 4.
 
     Args:
         numbers: of the shards that count; None is all that are there.
@@ -131,12 +156,11 @@ def _with_features(
             missing.append(at)
     for number, wanted in places.items():
         offsets = dataset.shard(number).feature_offsets
-        spans = [
-            slice(int(offsets[index]), int(offsets[index]) + len(chosen[at][0].tokens) - 1) for at, index in wanted
-        ]
-        stored = _stored(dataset.features_path(number, layers), spans, int(offsets[-1]))
-        for (at, _), features in zip(wanted, stored, strict=True):
-            made[at] = replace(chosen[at][0], features=features)
+        path = dataset.features_path(number, layers)
+        _check_rows(path, int(offsets[-1]))
+        for at, index in wanted:
+            one, start = chosen[at][0], int(offsets[index])
+            made[at] = replace(one, rows=StoredRows(path, start, start + len(one.tokens) - 1))
     if missing:
         if decoder is None or decoder.taps != tuple(layers):
             raise DatasetError(
@@ -147,19 +171,18 @@ def _with_features(
         for start in range(0, len(missing), _ROWS):
             group = missing[start : start + _ROWS]
             for at, features in zip(group, _computed(decoder, [chosen[at][0] for at in group]), strict=True):
-                made[at] = replace(chosen[at][0], features=features)
+                made[at] = replace(chosen[at][0], rows=features)
     return [one for one in made if one is not None]
 
 
-def _stored(path: Path, spans: Sequence[slice], rows: int) -> list[np.ndarray]:
-    """These rows of a file of features, which has to have so many in all."""
+def _check_rows(path: Path, rows: int) -> None:
+    """Raises DatasetError if a file of features has not so many rows in all."""
     with opened(path, _CURE) as file:
         found = file.get_slice(FEATURES).get_shape()[0]
-        if found != rows:
-            raise DatasetError(
-                f"{path} has {found} rows for {rows} tokens, so they are of other answers. Delete it, and {_CURE}."
-            )
-        return [read_rows(file, span.start, span.stop) for span in spans]
+    if found != rows:
+        raise DatasetError(
+            f"{path} has {found} rows for {rows} tokens, so they are of other answers. Delete it, and {_CURE}."
+        )
 
 
 def _computed(decoder: Decoder, group: Sequence[HeldOut]) -> list[np.ndarray]:

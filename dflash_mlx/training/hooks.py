@@ -42,8 +42,8 @@ class Hooks:
     """What a training calls.
 
     export: writes a draft to a folder, or replaces the one there. evaluate: may take as long as it likes, and changes
-    nothing. progress: gets every record of the log, and one per step that is not in it. tell: sentences for the user.
-    begin: gets what is about to be trained, before anything is written.
+    nothing; held_out: positions that it measures on. progress: gets every record of the log, and one per step that is
+    not in it. tell: sentences for the user. begin: gets what is about to be trained, before anything is written.
     """
 
     export: Callable[[Snapshot, Path], None]
@@ -51,3 +51,4 @@ class Hooks:
     progress: Callable[[Mapping[str, Any]], None] = lambda record: None
     tell: Callable[[str], None] = lambda line: None
     begin: Callable[[Prepared], None] = lambda prepared: None
+    held_out: int = 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflash_mlx.training.decoder import Rows, Whole
 
 
-_SCORES = 2**27  # of a layer's attention that are there at a time: 512 MiB
+SCORES = 2**27  # of a layer's attention that are there at a time: 512 MiB
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class HostLlama:
         from dflash_mlx.training.decoder import Whole
 
         rows, width = ids.shape
-        narrow = max(1, _SCORES // (rows * self._heads * (self._length + width)))
+        narrow = max(1, SCORES // (rows * self._heads * (self._length + width)))
         parts = [self._forward(ids[:, start : start + narrow]) for start in range(0, width, narrow)]
         if len(parts) == 1:
             return parts[0]

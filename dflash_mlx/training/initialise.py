@@ -73,8 +73,12 @@ def _taken(
     old = load_draft(folder, name=recipe.initial, dtype=mx.float32, packed=False)
     tensors: dict[str, mx.array] = dict(tree_flatten(old.parameters()))
     tensors[FUSION] = scales.times(tensors[FUSION])
+    if config.selector is None or old.config.selector is not None:
+        return tensors, ()
     added = "it becomes DFlash 2: its convolutions and its selector begin without an effect"
-    return tensors, (added,) if config.selector is not None and old.config.selector is None else ()
+    if old.vocabulary is not None:
+        added += f", and its list of {len(old.vocabulary)} tokens is dropped, since the selector scores all"
+    return tensors, (added,)
 
 
 def _through(config: DraftConfig, seed: int) -> mx.array:

@@ -30,6 +30,7 @@ from dflash_mlx.training.outlook import counted
 from dflash_mlx.training.prepare import Prepared
 from dflash_mlx.training.run_folder import RunFolder, versions
 from dflash_mlx.training.supply import Loaded
+from dflash_mlx.training.target_facts import row_scale
 
 ACCEPTANCE = "acceptance"  # kind of the record that says what the decode loop made of the finished draft
 
@@ -110,20 +111,23 @@ class Judge:
 
     def _write(self, snapshot: Snapshot, folder: Path, evaluation: Mapping[str, Any] | None) -> None:
         prepared = snapshot.prepared
-        answers = prepared.answers
+        plan, target = prepared.plan, self.loaded.target
+        reached = plan.reached(snapshot.step * prepared.recipe.accumulate)
         steps = [record for record in Log(self.run.log).read() if record["kind"] == "step"]
         about = About(
             target=self._target(prepared),
             data=prepared.start.data,
-            answers=len(answers),
-            tokens=int((answers.lengths - answers.prompt_lengths).sum()),
+            answers=len(reached),
+            tokens=plan.tokens(reached),
+            usable=len(plan.samples),
+            row_scale=1.0 if snapshot.draft.config.own_embedding else row_scale(target),
             recipe=prepared.recipe,
             steps=snapshot.step,
             seconds=next((each["seconds"] for each in reversed(steps) if each["step"] <= snapshot.step), None),
             evaluation=evaluation,
             versions=versions(),
         )
-        args = getattr(self.loaded.target.text, "args", None)
+        args = getattr(target.text, "args", None)
         tied = bool(getattr(args, "tie_word_embeddings", False))
         export(snapshot.draft, folder, about, stored=self.stored, tied=tied, replace=True)
 

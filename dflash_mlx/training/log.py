@@ -1,8 +1,9 @@
 """What happened in a training: one JSON object per line, and the curves that they make.
 
 Kinds, which `History` reads: "start" (once per process: `step`, `steps` in all, `target`, ...), "step", "evaluation",
-"checkpoint" (`step` of what was saved) and "end" (`why`). Others are kept and not read. null is a number that was NaN
-or infinite, or that is not known.
+"checkpoint" (`step` of what was saved) and "end" (`why`). Loss, `kl` and `accuracy` of a "step" are those among the
+`columns` of "start", of the `vocabulary` that is proposed; an "evaluation" is among all of that. Others are kept and
+not read. null is a number that was NaN or infinite, or that is not known.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class Log:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training ended, and was not only stopped. Raises LogError as `read`."""
+        last = self.read()[-1:]
+        return bool(last) and (last[0].get("kind"), last[0].get("why")) == ("end", "finished")
 
     def read(self) -> list[Record]:
         """All whole lines; none if there is no file.
@@ -172,6 +179,12 @@ class History:
             return self.start["block_size"]
         accuracy = next((r["accuracy"] for r in (*self.evaluations[-1:], *self.steps[-1:]) if r.get("accuracy")), None)
         return len(accuracy) + 1 if accuracy else None
+
+    @property
+    def columns(self) -> int | None:
+        """Tokens that steps are measured among, if that is fewer than are proposed: then they find more right."""
+        columns = self.start.get("columns")
+        return columns if columns is not None and columns < self.start.get("vocabulary", 0) else None
 
     @property
     def best(self) -> Record | None:

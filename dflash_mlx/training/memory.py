@@ -35,7 +35,8 @@ class Need:
 
     target: its weights. draft: weights and moments. gradients: and what an update needs beside them.
     activations: of a micro-batch, kept for its backward pass. logits: of one piece of it.
-    reading: of the target, while it computes features that are not stored.
+    reading: of the target, while it computes features that are not stored. held_out: features that are kept for the
+    evaluations, since they are not stored.
     """
 
     target: int
@@ -44,11 +45,14 @@ class Need:
     activations: int
     logits: int
     reading: int = 0
+    held_out: int = 0
 
     @property
     def peak(self) -> int:
-        """Target and draft are there all the time; a pass, an update and reading come one after the other."""
-        return self.target + self.draft + max(self.activations + self.logits, self.gradients, self.reading)
+        """Target, draft and held-out features are there all the time; a pass, an update and reading come one after the
+        other."""
+        kept = self.target + self.draft + self.held_out
+        return kept + max(self.activations + self.logits, self.gradients, self.reading)
 
     def line(self) -> str:
         """For the user."""
@@ -60,7 +64,9 @@ class Need:
         if self.peak <= there:
             return
         micro = max(self.activations + self.logits, self.reading)
-        if self.target + self.draft + self.gradients > there:
+        if self.peak - self.held_out <= there:
+            cure = "lower `evaluate_prompts` or `evaluate_tokens`, or store the features (`--features cached`)"
+        elif self.target + self.draft + self.gradients > there:
             cure = "train fewer `layers`, or a smaller target or one in fewer bits"
         elif self.logits > self.activations:
             cure = "set a `vocabulary` (8192, say), or lower `sequences` or `anchors`"
@@ -86,8 +92,8 @@ def memory_here() -> int:
         return there
 
 
-def estimate(prepared: Prepared) -> Need:
-    """What this training needs."""
+def estimate(prepared: Prepared, held_out: int = 0) -> Need:
+    """What this training needs. held_out: positions of answers that it is measured on."""
     config, recipe, frozen = prepared.draft.config, prepared.recipe, prepared.frozen
     weights = _bytes(prepared.draft)
     shape = _largest(prepared)
@@ -98,7 +104,8 @@ def estimate(prepared: Prepared) -> Need:
     logits = round(_LOGITS * 4 * together * columns)
     if config.selector is not None:
         logits += _PAIRS * 4 * together * config.selector.top_k * config.selector.rank
-    features = context * len(config.target_layer_ids) * config.hidden_size
+    width = len(config.target_layer_ids) * config.hidden_size
+    features = context * width
     half = recipe.precision == BFLOAT16
     kept = (2 if half else 4) * features + 6 * features + (weights // 2 if half else 0)
     sums = weights if recipe.accumulate == 1 else 2 * weights  # gradients, and those of the micro-batches before
@@ -114,6 +121,7 @@ def estimate(prepared: Prepared) -> Need:
         activations=_of_layers(config, shape, half) + kept + sums,
         logits=logits,
         reading=0 if prepared.decoder is None else _reading(prepared, context),
+        held_out=0 if prepared.decoder is None else 2 * held_out * width,
     )
 
 

@@ -12,13 +12,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.draft.formats_shapes import expected_shapes
 from dflash_mlx.training.answers import Answers
+from dflash_mlx.training.architecture import initial_vocabulary
 from dflash_mlx.training.asked import Asked
-from dflash_mlx.training.batching import Sample
 from dflash_mlx.training.blocks import Plan
 from dflash_mlx.training.checkpoint import by_name
 from dflash_mlx.training.decoder import decoder_for
 from dflash_mlx.training.frozen import Frozen
-from dflash_mlx.training.generate import prompt_ids
 from dflash_mlx.training.held_out import HeldOut
 from dflash_mlx.training.initialise import FeatureScales, new_draft
 from dflash_mlx.training.memory import Need
@@ -26,9 +25,7 @@ from dflash_mlx.training.prepare import Prepared, Task
 from dflash_mlx.training.prompts import Prompt
 from dflash_mlx.training.recipe import FROM_TARGET, RANDOM, Recipe
 from dflash_mlx.training.run_folder import Start
-from dflash_mlx.training.supply import COMPUTED, Loaded
-
-_TRIED = 64  # prompts that are encoded to know how long they are
+from dflash_mlx.training.supply import COMPUTED, Loaded, prompt_lengths
 
 
 def of_target(asked: Asked, loaded: Loaded) -> str:
@@ -45,11 +42,12 @@ def of_draft(recipe: Recipe, loaded: Loaded) -> str:
     kind = "DFlash" if config.selector is None else "DFlash 2"
     size = sum(int(np.prod(shape)) for shape in expected_shapes(config).values())
     begun = {FROM_TARGET: "the target's own last layers", RANDOM: "random weights"}
+    kept = "" if recipe.initial in begun or recipe.block_size else ", whose block size it keeps"
     window = f", windows of {config.sliding_window} positions" if config.sliding_window else ""
     return (
         f"draft: {kind}, {config.num_layers} layers{window}, {size / 1e6:.2f} million parameters, block size "
         f"{config.block_size} (1 known token and {config.block_size - 1} proposals), reads the target's layers "
-        f"{', '.join(map(str, loaded.taps))}, begins with {begun.get(recipe.initial, recipe.initial)}"
+        f"{', '.join(map(str, loaded.taps))}, begins with {begun.get(recipe.initial, recipe.initial)}{kept}"
     )
 
 
@@ -75,18 +73,22 @@ def of_answers(prepared: Prepared) -> list[str]:
     """Data and vocabulary."""
     answers, frozen = prepared.answers, prepared.frozen
     dataset, shards = prepared.task.dataset, prepared.start.shards
-    tokens = int((answers.lengths - answers.prompt_lengths).sum())
+    plan = prepared.plan
     held = sum(int(dataset.shard(number).held_out.sum()) for number in shards)
     learns = f"{prepared.start.top} likeliest tokens of each distribution" if prepared.start.top else "tokens alone"
     where = "computed in every step" if prepared.decoder is not None else "stored"
     lines = [
-        f"data: {dataset.folder}, {len(shards)} shards, {len(answers)} answers to learn from, {tokens} tokens without "
-        f"their prompts, {held} more answers held out; learns from {learns}; features are {where}"
+        f"data: {dataset.folder}, {len(shards)} shards, {len(plan.samples)} answers to learn from, "
+        f"{plan.tokens(plan.samples)} tokens without their prompts, {held} more answers held out; learns from "
+        f"{learns}; features are {where}"
     ]
     if frozen.vocabulary is not None:
         counts = answers.counts(prepared.task.target.spec.vocab_size)
         share = counts[frozen.vocabulary].sum() / max(1, counts.sum())
-        lines.append(f"vocabulary: proposes {frozen.size} of {len(counts)} tokens, {share:.2%} of those in the answers")
+        kept = "" if prepared.start.recipe.vocabulary else ", the list of the draft that it begins with"
+        lines.append(
+            f"vocabulary: proposes {frozen.size} of {len(counts)} tokens, {share:.2%} of those in the answers{kept}"
+        )
     return lines
 
 
@@ -117,8 +119,9 @@ def of_evaluation(recipe: Recipe, counts: Counter[str]) -> str:
         return "evaluation: none, since no answers are held out; the draft of the last step is kept"
     every = f"every {recipe.evaluate_every} steps and " if recipe.evaluate_every else ""
     listed = ", ".join(f"{count} {category}" for category, count in sorted(counts.items()))
+    answers = f"{counts.total()} held-out answer{'s' * (counts.total() != 1)}"
     return (
-        f"evaluation: {every}at the end, on {counts.total()} held-out answers ({listed}) of at most "
+        f"evaluation: {every}at the end, on {answers} ({listed}) of at most "
         f"{recipe.evaluate_tokens} tokens; the best draft is kept"
     )
 
@@ -137,25 +140,32 @@ def resume_line(out: object) -> str:
     return f"dflash-metal train --out {shlex.quote(str(out))} --resume"
 
 
+def going_on(out: object) -> str:
+    return f"to go on: {resume_line(out)}"
+
+
 def expected(asked: Asked, loaded: Loaded, prompts: Sequence[Prompt], task: Task) -> Prepared:
     """What would be trained if every answer to the prompts were as long as it may be: none is there yet.
 
     Raises:
         ValueError: no prompt is to be learned from.
     """
-    lengths = [len(prompt_ids(loaded.tokenizer, Sample(prompt))) for prompt in prompts[:_TRIED]]
+    tried = prompt_lengths(prompts, loaded.tokenizer)
     learned = sum(not prompt.held_out for prompt in prompts) * asked.samples
-    prompt_lengths = np.resize(np.array(lengths, np.int64), learned)
+    lengths = np.resize(np.array(tried, np.int64), learned)
     draft = new_draft(loaded.target, task.recipe, loaded.config, FeatureScales(np.ones(len(loaded.taps), np.float32)))
-    vocabulary = np.arange(task.recipe.vocabulary, dtype=np.int32) if task.recipe.vocabulary else None
+    vocabulary = initial_vocabulary(task.recipe, loaded.config)
+    if task.recipe.vocabulary:
+        vocabulary = np.arange(min(task.recipe.vocabulary, loaded.config.vocab_size), dtype=np.int32)
+    order = np.arange(loaded.config.vocab_size, dtype=np.int32) if task.recipe.columns else None
     return Prepared(
         task=task,
         start=Start(task.recipe, {"name": asked.target}, {}, [], 0, ""),
         recipe=task.recipe,
         draft=draft,
         scales=FeatureScales(np.ones(len(loaded.taps), np.float32)),
-        frozen=Frozen(loaded.target, draft, vocabulary),
+        frozen=Frozen(loaded.target, draft, vocabulary, order),
         answers=cast(Answers, None),  # nothing here reads them
-        plan=Plan(prompt_lengths + asked.max_tokens, prompt_lengths, task.recipe),
+        plan=Plan(lengths + asked.max_tokens, lengths, task.recipe),
         decoder=decoder_for(loaded.model, loaded.taps) if asked.features == COMPUTED else None,
     )

@@ -104,6 +104,8 @@ def _accuracy(history: History, width: int, bars: str) -> list[Text]:
         if row:
             cells = "".join(f"{percent(share):>4}" for share in row[:fit])
             lines.append(_line(name.ljust(_LABEL) + cells))
+    if training and history.columns:
+        lines.append(_line(f"in training among {history.columns} tokens only", "dim"))
     if len(shown) > fit:
         lines.append(_line(f"{len(shown) - fit} more positions have no room", "dim"))
     return lines

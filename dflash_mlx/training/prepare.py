@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.targets import Target
 from dflash_mlx.training.answers import Answers
-from dflash_mlx.training.architecture import draft_config, settled
+from dflash_mlx.training.architecture import draft_config, initial_digest, initial_vocabulary, settled
 from dflash_mlx.training.blocks import Blocks, Plan, assemble
 from dflash_mlx.training.checkpoint import TrainingError, by_name
 from dflash_mlx.training.dataset import Dataset, DatasetError
@@ -90,12 +90,13 @@ class Prepared:
         """For the log."""
         return {
             "target": self.start.target["name"],
-            "answers": len(self.answers),
+            "answers": len(self.plan.samples),
             "parameters": sum(value.size for value in by_name(self.draft.trainable_parameters()).values()),
             "micro_batches": self.plan.micro_batches,
             "block_size": self.recipe.block_size,
             "taps": list(self.draft.config.target_layer_ids),
             "vocabulary": self.frozen.size,
+            "columns": min(self.recipe.columns or self.frozen.size, self.frozen.size),
             "feature_scales": self.scales.to_json(),
         }
 
@@ -158,7 +159,7 @@ def begin(task: Task, shards: list[int] | None = None, top: int | None = None) -
         )
     known = target_identity(task.target, dataset)
     top = stored_top(dataset, shards, task.recipe) if top is None else top
-    return Start.of(task.recipe, known, dataset, shards, top)
+    return Start.of(task.recipe, known, dataset, shards, top, initial_digest(task.recipe))
 
 
 def prepare(task: Task, start: Start, scales: FeatureScales | None = None) -> Prepared:
@@ -187,7 +188,10 @@ def prepare(task: Task, start: Start, scales: FeatureScales | None = None) -> Pr
     if recipe.vocabulary or recipe.columns:
         order = by_frequency(answers.counts(target.spec.vocab_size))
         order = order[order < config.vocab_size]  # a draft that is adapted may know fewer
-    if recipe.vocabulary and order is not None:
+    if not recipe.vocabulary:
+        vocabulary = initial_vocabulary(recipe, config)
+        recipe = recipe if vocabulary is None else recipe.changed(vocabulary=len(vocabulary))
+    elif order is not None and recipe.vocabulary < target.spec.vocab_size:
         vocabulary = np.sort(order[: recipe.vocabulary])
     frozen = Frozen(target, draft, vocabulary, order)
     return Prepared(task, start, recipe, draft, scales, frozen, answers, plan, decoder)

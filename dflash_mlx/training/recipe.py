@@ -19,7 +19,7 @@ from dflash_mlx.errors import DFlashError
 DECAY, PACE = "decay", "pace"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FROM_TARGET, RANDOM = "target", "random"
-LONGEST_BLOCK = 64
+BLOCK, LONGEST_BLOCK = 16, 64
 
 
 class RecipeError(DFlashError):
@@ -30,11 +30,13 @@ class RecipeError(DFlashError):
 class Recipe:
     """How a draft is made.
 
-    layers, block_size, taps: of the draft; no taps means five of the target's layers, evenly spread.
+    layers, block_size, taps: of the draft; no taps means five of the target's layers, evenly spread. block_size 0: 16,
+        or that of the draft that it begins with.
     window: positions that sliding layers see; `full` counts the last layers that see everything all the same.
         0: all layers are full.
     second: DFlash 2, with its convolutions and selector (`rank`, `candidates`).
-    vocabulary: tokens that the draft can propose: the most frequent ones of the answers; 0: all.
+    vocabulary: tokens that the draft can propose: the most frequent ones of the answers; 0: all, or those of the
+        draft that it begins with.
     columns: tokens that a micro-batch is learned against: those that it names and the most frequent others; 0: all.
     initial: "target" (from its own last layers), "random", or a draft to begin with (folder or repository).
     mask_token_id: None finds a token that no text has.
@@ -60,7 +62,7 @@ class Recipe:
     """
 
     layers: int = 5
-    block_size: int = 16
+    block_size: int = 0
     taps: tuple[int, ...] = ()
     window: int = 0
     full: int = 0
@@ -119,6 +121,8 @@ class Recipe:
             raise ValueError(
                 f"`full` counts layers without a window, of {self.layers} with `window` {self.window}, got {self.full}."
             )
+        if self.block_size == 1:
+            raise ValueError(f"`block_size` has to be 0 (default) or in 2..{LONGEST_BLOCK}, got 1.")
         if self.window == 1:
             raise ValueError("`window` has to be 0 (none) or 2 and more, got 1.")
         if self.vocabulary == 1 or (self.second and self.vocabulary):
@@ -139,11 +143,11 @@ class Recipe:
         """Of the decay."""
         if self.gamma:
             return self.gamma
-        known = ((8, 4.0), (10, 5.0), (16, 7.0))
-        if self.block_size <= 8:
-            return max(1.0, self.block_size / 2)
-        (low, first), (high, second) = known[:2] if self.block_size <= 10 else known[1:]
-        return first + (second - first) * (self.block_size - low) / (high - low)
+        known, block = ((8, 4.0), (10, 5.0), (16, 7.0)), self.block_size or BLOCK
+        if block <= 8:
+            return max(1.0, block / 2)
+        (low, first), (high, second) = known[:2] if block <= 10 else known[1:]
+        return first + (second - first) * (block - low) / (high - low)
 
     def changed(self, **values: Any) -> Recipe:
         """With other values. Raises ValueError for a value out of range."""
@@ -166,9 +170,11 @@ class Recipe:
         for name, value in given.items():
             default = vars(_DEFAULT)[name]
             if isinstance(default, bool) != isinstance(value, bool) or (
-                isinstance(default, (int, str, tuple)) and not isinstance(value, type(default))
+                (isinstance(default, (int, str, tuple)) and not isinstance(value, type(default)))
+                or (default is None and not isinstance(value, (int, type(None))))
             ):
-                raise RecipeError(f"`{name}` of a recipe is of the kind {default!r}, got {value!r}.")
+                shown = list(value) if isinstance(value, tuple) else value
+                raise RecipeError(f"`{name}` of a recipe has to be {_KINDS[type(default)]}, got {shown!r}.")
         try:
             return cls(**given)
         except (ValueError, TypeError) as error:
@@ -198,7 +204,7 @@ class Recipe:
 
 _RANGES: dict[str, tuple[float, float]] = {
     "layers": (1, 64),
-    "block_size": (2, LONGEST_BLOCK),
+    "block_size": (0, LONGEST_BLOCK),
     "window": (0, 2**20),
     "full": (0, 64),
     "rank": (1, 4096),
@@ -228,6 +234,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "evaluate_tokens": (2, 10**6),
     "checkpoint_every": (1, 10**9),
 }
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", tuple: "a list of numbers"}
+_KINDS[type(None)] = "the id of a token"
 _CHOICES = {"weighting": (DECAY, PACE), "precision": (FLOAT32, BFLOAT16)}
 _WHY = {"precision": " A target's features overflow float16."}
 

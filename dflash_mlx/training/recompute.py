@@ -33,12 +33,14 @@ def complete(
     *,
     top: int = 0,
     layers: Sequence[int] = (),
+    numbers: Sequence[int] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Compute what is missing, shard by shard; it may be interrupted and called again.
 
     Args:
         decoder: of the target, with `layers` as its taps.
+        numbers: of the shards that matter; None is all that are there.
         top: tokens kept of each distribution, 0 for none. layers: whose outputs are wanted.
     Raises:
         DatasetError: a shard is damaged.
@@ -50,7 +52,7 @@ def complete(
             f"`decoder` has to have the layers {tuple(layers)} as its taps, else other features would be stored under "
             f"their name, got {decoder.taps}."
         )
-    for number in dataset.numbers():
+    for number in dataset.numbers() if numbers is None else numbers:
         soft = bool(top) and not dataset.soft_path(number, top).exists()
         features = bool(layers) and not dataset.features_path(number, layers).exists()
         if not soft and not features:

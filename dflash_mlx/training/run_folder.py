@@ -45,6 +45,7 @@ class Start:
     """What a run starts with. target: its identity. data: the data set's manifest. shards: their numbers.
 
     top: tokens of each distribution that is learned from; 0: none is. tokens_sha256: of the shards' files.
+    initial_sha256: of the draft that it begins with; None without one.
     """
 
     recipe: Recipe
@@ -53,10 +54,19 @@ class Start:
     shards: Sequence[int]
     top: int
     tokens_sha256: str
+    initial_sha256: str | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, target: Mapping[str, Any], dataset: Dataset, shards: Sequence[int], top: int) -> Start:
-        return cls(recipe, target, dataset.manifest, list(shards), top, _digest(dataset, shards))
+    def of(
+        cls,
+        recipe: Recipe,
+        target: Mapping[str, Any],
+        dataset: Dataset,
+        shards: Sequence[int],
+        top: int,
+        initial_sha256: str | None = None,
+    ) -> Start:
+        return cls(recipe, target, dataset.manifest, list(shards), top, _digest(dataset, shards), initial_sha256)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,15 +94,21 @@ class RunFolder:
         self.log, self.best, self.draft = path / "log.jsonl", path / "best", path / "draft"
         self.checkpoints = Checkpoints(path / "checkpoint")
         self._run = path / "run.json"
+        self._held = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Only this process works in it meanwhile; what one that was killed left half-written is deleted.
 
+        It may be held again within.
+
         Raises:
             TrainingError: another process has it.
             OSError: it cannot be made or written.
         """
+        if self._held:
+            yield
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         with exclusive(self.path / ".lock", self._refuse, ""):
             self.checkpoints.clear_leftovers()
@@ -101,11 +117,15 @@ class RunFolder:
                     shutil.rmtree(scratch, ignore_errors=True)
             for scratch in self.path.glob(".run.*.json"):
                 scratch.unlink(missing_ok=True)
-            yield
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
 
     def _refuse(self, message: str, share: float | None) -> None:
         raise TrainingError(
-            f"Another process is training in {self.path}, and two would overwrite each other's checkpoints. Wait for "
+            f"Another process is training in {self.path}, and two would overwrite each other's files. Wait for "
             "it, stop it, or give another folder."
         )
 
@@ -159,6 +179,13 @@ class RunFolder:
                 f"The run in {self.path} was started with something else: {'; '.join(differing[:_SHOWN])}{more}. What "
                 "it learned so far would not be what its record says. Go on with what it was started with, or begin "
                 "another run in another folder."
+            )
+        began = found.get("initial_sha256", start.initial_sha256)  # a run of before this was noted
+        if began != start.initial_sha256:
+            raise TrainingError(
+                f"The draft {start.recipe.initial} is another one than the run in {self.path} was begun with (SHA-256 "
+                f"{_short(start.initial_sha256)}, then {_short(began)}). A list or a size of it may have changed, and "
+                "the record would not say what was trained. Restore it, or begin another run in another folder."
             )
 
     def write(self, start: Start) -> list[str]:

@@ -13,18 +13,22 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.targets import Target
 from dflash_mlx.training.asked import Asked
+from dflash_mlx.training.batching import Sample
 from dflash_mlx.training.dataset import Dataset, DatasetError
 from dflash_mlx.training.decoder import decoder_for
-from dflash_mlx.training.generate import Settings, generate
+from dflash_mlx.training.generate import Settings, generate, prompt_ids
+from dflash_mlx.training.generation_memory import chosen
+from dflash_mlx.training.memory import memory_here
 from dflash_mlx.training.prompts import Prompt
 from dflash_mlx.training.prompts.sources import read_prompts
 from dflash_mlx.training.recompute import complete
 from dflash_mlx.training.recompute_command import check_target
+from dflash_mlx.training.run_folder import RunFolder
 from dflash_mlx.training.target_identity import identity
 
 CACHED, COMPUTED = "cached", "computed"
 _ROOM = 1 << 30  # bytes of the disk that stay free
-_ASKED = 64  # tokens of a prompt, about
+_TRIED = 64  # prompts that are encoded to know how long they are
 
 Tell = Callable[[str], None]
 
@@ -49,25 +53,31 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Gaps:
-    """What a data set lacks. top: tokens of the distributions that are wanted, 0 for none. soft, features: shards
-    without them. positions: of these shards' features."""
+    """What a training's shards of a data set lack. top: tokens of the distributions that are wanted, 0 for none.
+    soft, features: shards without them. positions: of these shards' features."""
 
     top: int
     soft: int
     features: int
     positions: int
+    numbers: Sequence[int]
 
     @classmethod
-    def of(cls, dataset: Dataset, asked: Asked, taps: Sequence[int]) -> Gaps:
-        """Raises DatasetError: a shard is damaged."""
-        numbers = dataset.numbers()
-        tops = dataset.tops()
+    def of(cls, dataset: Dataset, asked: Asked, taps: Sequence[int], run: RunFolder) -> Gaps:
+        """run: the training; one that was begun has its shards and distributions, which others may have joined since.
+
+        Raises:
+            DatasetError: a shard is damaged. TrainingError: run.json cannot be read.
+        """
+        there, tops = dataset.numbers(), dataset.tops()
+        numbers = sorted(set(run.shards()) & set(there)) if run.started else there  # of those that are gone, `begin`
         whole = [top for top in tops if all(dataset.soft_path(number, top).exists() for number in numbers)]
         top = (whole or tops or [Settings().top])[-1] if asked.recipe.soft else 0
+        top = run.top() if run.started else top
         soft = [number for number in numbers if top and not dataset.soft_path(number, top).exists()]
         features = [number for number in numbers if not dataset.features_path(number, taps).exists()]
         positions = sum(int(dataset.shard(number).feature_offsets[-1]) for number in features)
-        return cls(top, len(soft), len(features), positions)
+        return cls(top, len(soft), len(features), positions, numbers)
 
     def line(self, loaded: Loaded, features: str) -> str | None:
         """What has to be computed first; None if nothing has."""
@@ -111,9 +121,27 @@ def where_features_are(asked: Asked, positions: int, loaded: Loaded, folder: Pat
     return COMPUTED, f"computed in every step, since the disk has no room for them ({facts}); that takes longer"
 
 
-def positions_of(prompts: Sequence[Prompt], asked: Asked) -> int:
+def prompt_lengths(prompts: Sequence[Prompt], tokenizer: TokenizerWrapper) -> list[int]:
+    """In tokens, of the first ones: their order is mixed, so they stand for all."""
+    return [len(prompt_ids(tokenizer, Sample(prompt))) for prompt in prompts[:_TRIED]]
+
+
+def positions_of(prompts: Sequence[Prompt], asked: Asked, tokenizer: TokenizerWrapper) -> int:
     """Of all answers to be generated, about, and if each is as long as it may be."""
-    return len(prompts) * asked.samples * (_ASKED + asked.max_tokens)
+    lengths = prompt_lengths(prompts, tokenizer)
+    mean = -(-sum(lengths) // max(1, len(lengths)))
+    return len(prompts) * asked.samples * (mean + asked.max_tokens)
+
+
+def batch_of(asked: Asked, loaded: Loaded, prompts: Sequence[Prompt], folder: Path) -> tuple[int, str]:
+    """The rows of a batch of answers in a folder, and the sentence that says what they need.
+
+    Raises:
+        TooLarge: those that are asked for do not fit into the memory. ValueError, DatasetError: as `answered`.
+    """
+    begun = Dataset.open(folder) if (folder / "manifest.json").exists() else None
+    settings = asked.settings(loaded.taps if asked.features == CACHED else ())
+    return chosen(asked.batch, begun, loaded.target, loaded.tokenizer, prompts, settings, memory_here())
 
 
 def answered(asked: Asked, loaded: Loaded, prompts: Sequence[Prompt], folder: Path, tell: Tell) -> Dataset:
@@ -142,15 +170,16 @@ def answered(asked: Asked, loaded: Loaded, prompts: Sequence[Prompt], folder: Pa
     return dataset
 
 
-def fill(asked: Asked, loaded: Loaded, dataset: Dataset, tell: Tell) -> None:
+def fill(asked: Asked, loaded: Loaded, dataset: Dataset, run: RunFolder, tell: Tell) -> None:
     """Compute what the data set lacks for this training.
 
     Raises:
         DatasetError: a shard is damaged. OSError: the disk is full, or the data set cannot be written.
     """
-    gaps = Gaps.of(dataset, asked, loaded.taps)
+    gaps = Gaps.of(dataset, asked, loaded.taps, run)
     cached = asked.features == CACHED and gaps.features > 0
     if not gaps.soft and not cached:
         return
     layers = loaded.taps if cached else ()
-    complete(dataset, decoder_for(loaded.model, layers), top=gaps.top, layers=layers, tell=tell)
+    decoder = decoder_for(loaded.model, layers)
+    complete(dataset, decoder, top=gaps.top, layers=layers, numbers=gaps.numbers, tell=tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -48,9 +49,18 @@ def cap_of(target: Target) -> float | None:
 
 def embedding_scale(target: Target) -> float:
     """What brings a block's rows to the size of the target's own; 1 unless the target norms its embeddings."""
+    return _ratio(target, target.embed, target.block_rows)
+
+
+def row_scale(target: Target) -> float:
+    """By what the rows of the target's table are multiplied in a block; 1 for most, more for Gemma's."""
+    table = getattr(target, "embedding", None)
+    return 1.0 if table is None else _ratio(target, target.block_rows, table)
+
+
+def _ratio(target: Target, one: Callable[[mx.array], mx.array], other: Callable[[mx.array], mx.array]) -> float:
+    """How much larger one kind of rows is than another."""
     ids = mx.arange(min(target.spec.vocab_size, _SAMPLE))[None]
-    own, given = (
-        mx.sqrt(rows.astype(mx.float32).square().mean()) for rows in (target.embed(ids), target.block_rows(ids))
-    )
+    own, given = (mx.sqrt(rows(ids).astype(mx.float32).square().mean()) for rows in (one, other))
     ratio: float = (own / given).item()  # type: ignore[assignment]
     return float(f"{ratio:.6g}") if math.isfinite(ratio) and ratio > 0 else 1.0

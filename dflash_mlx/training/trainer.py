@@ -213,7 +213,7 @@ def train(
     tokenizer: TokenizerWrapper,
     dataset: Dataset,
     recipe: Recipe,
-    folder: Path,
+    folder: Path | RunFolder,
     *,
     decoder: Decoder | None = None,
     hooks: Hooks,
@@ -224,6 +224,7 @@ def train(
     A new run learns from all shards that the data set has; one that goes on from those that it began with.
 
     Args:
+        folder: of the run; a `RunFolder` may be held already.
         decoder: of the target, with the draft's taps, for features that are not stored; None makes one if need be.
     Returns:
         The folder of the finished draft.
@@ -232,7 +233,7 @@ def train(
         DFlashError: it cannot begin, continue or end; says why, and what to do.
         ValueError: recipe and answers do not fit.
     """
-    run = RunFolder(folder)
+    run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     task = Task(target, tokenizer, dataset, recipe, decoder)
     with run.held(), Interrupts(hooks.tell) as interrupts:
         with interrupts.at_once():
@@ -255,7 +256,7 @@ def _begun(run: RunFolder, task: Task, hooks: Hooks, resume: bool) -> Trainer:
         start = begin(task)
     prepared = prepare(task, start, scales)
     hooks.begin(prepared)
-    need = estimate(prepared)
+    need = estimate(prepared, hooks.held_out)
     hooks.tell(need.line())
     need.refuse_more_than(memory_here())
     check_space(run.path / "checkpoint", 2 * need.draft)  # two at a time, while one replaces the other

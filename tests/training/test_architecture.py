@@ -199,6 +199,17 @@ def test_the_block_of_a_draft_may_shrink(tmp_path: Path, tokenizer: TokenizerWra
     assert (config.block_size, config.runtime_block_size) == (6, 6)
 
 
+@pytest.mark.parametrize(("asked", "made"), [(0, 32), (16, 16), (32, 32)])
+def test_a_draft_keeps_a_block_longer_than_the_default_unless_another_is_asked_for(
+    asked: int, made: int, tmp_path: Path, tokenizer: TokenizerWrapper
+) -> None:
+    """The default is what nobody asked for: half of what the draft can do would be thrown away for it."""
+    recipe = Recipe(initial=str(checkpoints.v1(tmp_path / "draft", block_size=32)), block_size=asked)
+    config = draft_config(target_for(tiny("llama")), tokenizer, recipe)
+    assert config.block_size == made == settled(recipe, config).block_size
+    assert draft_config(target_for(tiny("llama")), tokenizer, Recipe()).block_size == 16
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -130,3 +130,14 @@ def test_blocks_hold_what_the_answers_hold(pack: int) -> None:
 def test_packing_puts_answers_into_one_row() -> None:
     recipe = RECIPE.changed(pack=200)
     assert len(assemble(plan(recipe).draws(0), answer, recipe).features) == 1
+
+
+def test_what_a_training_reached_is_what_its_micro_batches_had() -> None:
+    """The card counts it: a short training saw some of the answers only, and none of what is cut off."""
+    made = plan()
+    for count in (0, 1, 4, made.micro_batches, 2 * made.micro_batches + 3, 40 * made.micro_batches):
+        seen = {draw.sample for number in range(count) for draw in made.draws(number)}
+        assert made.reached(count).tolist() == sorted(seen)
+    assert made.reached(40 * made.micro_batches).tolist() == made.samples.tolist()
+    longer = [index for index in range(41) if LENGTHS[index] > 50]
+    assert longer and made.tokens(np.array(longer)) == sum(50 - int(PROMPTS[index]) for index in longer)

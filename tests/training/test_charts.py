@@ -185,3 +185,13 @@ def test_the_training_does_not_import_matplotlib() -> None:
         "import sys, dflash_mlx.training.charts, dflash_mlx.training.progress; assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.usefixtures("drawing")
+def test_accuracy_among_few_tokens_says_so() -> None:
+    """It is higher than that of a draft that chooses among all."""
+    few = {"columns": 64, "vocabulary": 500}
+    title = "accuracy by position, teacher-forced (faint: in training"
+    assert chart([start() | few, step(1)], "accuracy").get_title(loc="left") == f"{title}, among 64 tokens)"
+    for whole in ({}, {"columns": 500, "vocabulary": 500}):
+        assert chart([start() | whole, step(1)], "accuracy").get_title(loc="left") == f"{title})"

@@ -197,6 +197,9 @@ def test_a_dry_run_says_everything_and_writes_nothing(
 REFUSED = {
     "wrong recipe key": (["--set", "layer=2"], "no entry `layer`"),
     "no recipe": (["--recipe", "nowhere.toml"], "There is no recipe nowhere.toml"),
+    "no kind for it": (["--set", "layers=two"], "`layers` of a recipe has to be an integer, got 'two'"),
+    "no list": (["--set", "taps=3"], "`taps` of a recipe has to be a list of numbers, got 3"),
+    "no token": (["--set", "mask_token_id=pad"], "`mask_token_id` of a recipe has to be the id of a token, got 'pad'"),
     "value out of range": (["--layers", "0"], "`layers` has to be in 1..64"),
     "no prompts": (["--data", "nowhere.jsonl"], "nowhere.jsonl is no file with prompts"),
     "no data set": (["--data", "."], "has no manifest.json, so it is no data set"),
@@ -237,6 +240,75 @@ def test_answers_of_another_target_are_refused(
     err = capsys.readouterr().err
     assert "were made by another target" in err and "--target" in err
     assert not (tmp_path / "r").exists()
+
+
+def test_a_file_is_no_folder_of_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not to be deleted, as something that is damaged would be."""
+    (tmp_path / "notes").write_text("mine")
+    assert train(place, place / "prompts.jsonl", tmp_path / "notes", *QUICK) == 1
+    assert "notes is a file, and a run needs a folder" in capsys.readouterr().err
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_options_that_answers_which_are_there_ignore_are_named(
+    place: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--answers 20` would be taken for a run with 20 prompts."""
+    given = ["--answers", "20", "--max-tokens", "9", "--dry-run"]
+    assert train(place, learned / "data", tmp_path / "run", *QUICK, *given) == 0
+    assert "--answers, --max-tokens changes nothing" in capsys.readouterr().err
+
+
+def test_long_prompts_count_for_the_disk(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Features of prompts are stored too; 64 tokens for each of these would be 0.00 GB, and a full disk after days."""
+    rows = [json.dumps({"prompt": f"{number} " + "wordy " * 250}) for number in range(120)]
+    (tmp_path / "long.jsonl").write_text("\n".join(rows))
+    rest = ["--max-tokens", "12", "--set=taps=[0,1,2,3]", "--dry-run"]
+    assert train(place, tmp_path / "long.jsonl", tmp_path / "run", *rest) == 0
+    assert "up to 0.19 GB" in capsys.readouterr().err
+
+
+def test_a_training_whose_reader_goes_away_does_not_pass_for_a_finished_one(
+    place: Path, learned: Path, tmp_path: Path
+) -> None:
+    """`train --json | head -1` ended with status 0, no word and no draft."""
+    words = ["train", "--target", str(place / "target"), "--data", str(learned / "data"), "--json", *QUICK]
+    words[words.index("--steps") + 1] = "500"
+    words += ["--out", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 1, said
+    assert "nobody reads the records any more" in said and "--resume" in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "draft").exists()
+
+
+def test_a_full_disk_says_how_to_go_on(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While the target answers: the shards that were written stay."""
+    from dflash_mlx.training.dataset import Dataset
+
+    write = Dataset.write
+
+    def full(self: Dataset, number: int, *rest: object) -> None:
+        if number:
+            raise OSError(28, "No space left on device")
+        write(self, number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Dataset, "write", full)
+    monkeypatch.setattr(os, "dup2", lambda *ends: None)  # stdout is needed for other tests
+    rest = [*QUICK, "--max-tokens", "12", "--batch", "24", "--answers", "40"]
+    assert train(place, place / "prompts.jsonl", tmp_path / "run", *rest) == 1
+    err = capfd.readouterr().err
+    assert "shard 0 (1 of 4)" in err and "left" in err and "Ctrl-C stops it and keeps the shards" in err
+    assert "No space left" in err and f"--out {tmp_path / 'run'} --resume" in err
+    monkeypatch.undo()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 0
 
 
 def test_groups_that_fit_nothing_are_refused_before_the_training() -> None:

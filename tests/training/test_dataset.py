@@ -253,7 +253,7 @@ def test_the_command_answers_the_prompts_of_a_file(tmp_path: Path, capsys: pytes
     command += ["--batch", "4", "--max-tokens", "5", "--samples", "1"]
     assert main(command) == 0
     said = capsys.readouterr()
-    assert said.out == f"{out}\n" and "shard 1: 1 answers" in said.err
+    assert said.out == f"{out}\n" and "shard 1 (2 of 2): 1 answers" in said.err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["target"]["name"] == str(target) and len(manifest["target"]["weights"]) == 64
     before = contents(out)

@@ -78,7 +78,7 @@ def test_long_prompts_are_read_in_pieces_like_in_one(monkeypatch: pytest.MonkeyP
     prompts = np.array([prompt_of(9, seed) for seed in (1, 2, 3)])
     whole, pieces = HostLlama(tiny("llama"), TAPS), HostLlama(tiny("llama"), TAPS)
     started, read = whole.start(prompts, 20), whole.read(prompts)
-    monkeypatch.setattr("dflash_mlx.training.host_llama._SCORES", 3 * pieces._heads * 9 * 2)
+    monkeypatch.setattr("dflash_mlx.training.host_llama.SCORES", 3 * pieces._heads * 9 * 2)
     widths: list[int] = []
     forward = pieces._forward
     monkeypatch.setattr(pieces, "_forward", lambda ids: widths.append(ids.shape[1]) or forward(ids))

@@ -23,12 +23,12 @@ from dflash_mlx.request import plan
 from dflash_mlx.targets import Target, target_for
 from dflash_mlx.training import matches as matches_module
 from dflash_mlx.training.about import Stored
-from dflash_mlx.training.dataset import Dataset, DatasetError
+from dflash_mlx.training.dataset import Dataset, DatasetError, Shard
 from dflash_mlx.training.decoder import decoder_for
 from dflash_mlx.training.evaluate import Count, Evaluation, accepted, served, teacher_forced, walked
 from dflash_mlx.training.frozen import Frozen
 from dflash_mlx.training.generate import Settings, generate
-from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, held_out
+from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, StoredRows, held_out
 from dflash_mlx.training.matches import Matches
 from dflash_mlx.training.prompts import Prompt
 from dflash_mlx.training.scales import FeatureScales
@@ -284,6 +284,28 @@ def test_features_that_are_not_stored_are_computed(answers: list[HeldOut], tmp_p
     for decoder in (None, decoder_for(model(), LAYERS[::-1])):
         with pytest.raises(DatasetError, match=r"12 held-out answers .* no features of the layers \[0, 2\]"):
             held_out(bare, per_category=9, max_tokens=20, layers=LAYERS, decoder=decoder)
+
+
+def test_stored_features_are_read_when_they_are_needed_and_not_kept(tmp_path: Path) -> None:
+    """Of a thousand long answers they are gigabytes, for the whole training."""
+    made = data(tmp_path)
+    found = held_out(made, per_category=9, max_tokens=20, layers=LAYERS)
+    assert found and all(isinstance(one.rows, StoredRows) for one in found)
+    for one in found:
+        shard = next(s for s in made.shards(layers=LAYERS) if one.tokens.tolist() in starts(s, len(one.tokens)))
+        index = starts(shard, len(one.tokens)).index(one.tokens.tolist())
+        assert shard.features is not None
+        np.testing.assert_array_equal(
+            one.sample().features, shard.features[shard.feature_offsets[index] :][: len(one.tokens) - 1]
+        )
+    made.features_path(made.numbers()[0], LAYERS).unlink()
+    with pytest.raises(DatasetError, match=r"is not there\. To have it, complete the data set"):
+        [one.features for one in found]
+
+
+def starts(shard: Shard, length: int) -> list[list[int]]:
+    """The first tokens of each answer."""
+    return [shard.sequence(index)[:length].tolist() for index in range(len(shard))]
 
 
 def test_features_of_other_answers_are_refused(tmp_path: Path) -> None:

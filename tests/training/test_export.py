@@ -18,13 +18,16 @@ from dflash_mlx.draft.checkpoint import load_draft
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.quantize import DraftOptions
 from dflash_mlx.draft.vocabulary import FILE
+from dflash_mlx.targets import target_for
 from dflash_mlx.training import export as export_module
 from dflash_mlx.training.about import About, Stored, TargetFacts, licence_in
 from dflash_mlx.training.card import card
 from dflash_mlx.training.export import ExportError, export
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.scales import FeatureScales
+from dflash_mlx.training.target_facts import row_scale
 from tests.conftest import DFLASH2, special_draft, tiny_draft
+from tests.families import tiny
 from tests.folders import target_folder
 from tests.generating import PROMPT
 
@@ -232,3 +235,24 @@ def test_the_demos_card_names_its_base() -> None:
     assert (facts.name, facts.licence) == ("demo", "apache-2.0") and "SmolLM2-135M-Instruct" in str(facts.repository)
     text = text_of(About(facts))
     assert 'load("demo", draft=' in text and "--model demo --draft" in text
+
+
+def test_the_card_says_that_a_short_training_reached_a_part_of_the_answers() -> None:
+    text = text_of(replace(WHOLE, usable=30000))
+    assert (
+        "23,456 answers, 1,234,567 tokens without their prompts. Those are the ones that its steps reached, of " in text
+    )
+    assert "of 30,000 that there were." in text
+    assert "reached" not in text_of(replace(WHOLE, usable=23456)) + text_of(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("llama", 1.0), ("gemma3_text", 8.0), ("gemma4_text", 8.0), ("muse_glimmer", 1.0)]
+)
+def test_the_card_warns_of_rows_that_another_tool_may_not_scale(name: str, scale: float) -> None:
+    """Gemma multiplies its embedding by the root of its width; a tool that reads the table would lose acceptance."""
+    assert row_scale(target_for(tiny(name))) == pytest.approx(scale, rel=0.01)
+    text = text_of(replace(ABOUT, row_scale=scale))
+    assert ("The rows of this target's embedding are multiplied by 8 before they enter the draft" in text) == (
+        scale > 1
+    )

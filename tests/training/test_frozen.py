@@ -7,14 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.tuner.lora import LoRALinear
 
 from dflash_mlx.targets import target_for
 from dflash_mlx.training.checkpoint import by_name
 from dflash_mlx.training.frozen import Frozen, by_frequency
 from dflash_mlx.training.losses import named
-from dflash_mlx.training.recipe import Recipe
+from dflash_mlx.training.recipe import Recipe, RecipeError
 from tests.conftest import tiny_draft
-from tests.families import VOCAB, tiny
+from tests.families import BY_NAME, VOCAB, build, tiny
 from tests.training.runs import RECIPE, answers, prepared
 from tests.training.test_trainer import passes
 
@@ -73,3 +74,15 @@ def test_few_columns_make_a_smaller_loss_that_is_learned_all_the_same(tmp_path: 
 def test_a_recipe_refuses_a_choice_of_columns_for_dflash_2() -> None:
     with pytest.raises(ValueError, match="`columns` has to be 0"):
         Recipe(second=True, columns=4096)
+
+
+def test_a_head_whose_rows_cannot_be_picked_is_refused_at_once() -> None:
+    """An adapter's, say: not at the first step, after the target has answered for days."""
+    model = build(BY_NAME["llama"])
+    model.lm_head = LoRALinear.from_base(model.lm_head)
+    target, draft = target_for(model), tiny_draft()
+    some = np.arange(4, dtype=np.int32)
+    for vocabulary, order in ((some, None), (None, some)):
+        with pytest.raises(RecipeError, match=r"head is a LoRALinear, .*`vocabulary`, `columns`.* Set both to 0"):
+            Frozen(target, draft, vocabulary, order)
+    assert Frozen(target, draft).logits(mx.zeros((2, 64))).shape == (2, VOCAB)

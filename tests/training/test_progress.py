@@ -287,3 +287,11 @@ def test_a_sparkline_shows_means_between_the_lowest_and_the_highest() -> None:
 def test_a_duration_is_said_in_two_units(seconds: float, said: str) -> None:
     """Nobody waits for 172000 seconds."""
     assert duration(seconds) == said
+
+
+def test_accuracy_in_training_among_few_tokens_says_so() -> None:
+    """Beside that of the held-out answers it would look like overfitting."""
+    few = {"columns": 64, "vocabulary": 500}
+    said = "in training among 64 tokens only"
+    assert said in "\n".join(lines_of([start() | few, step(1)]))
+    assert said not in "\n".join(lines_of([start() | few | {"columns": 500}, step(1)]))

@@ -180,6 +180,18 @@ def test_prompts_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "empty.jsonl"))
     with pytest.raises(PromptsError, match="no file with prompts"):
         read_prompts(str(tmp_path / "missing.jsonl"))
+    (tmp_path / "late.jsonl").write_text('{"prompt": "fine"}\n\n{"prompt": \n')
+    with pytest.raises(PromptsError, match="line 3 is no JSON"):
+        read_prompts(str(tmp_path / "late.jsonl"))
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    with pytest.raises(PromptsError, match="Write one prompt a line"):
+        read_prompts(str(tmp_path / "blank.txt"))
+    (tmp_path / "old.txt").write_bytes(b"one\ncaf\xe9\n")
+    with pytest.raises(PromptsError, match="not UTF-8: line 2 has the byte 0xe9"):
+        read_prompts(str(tmp_path / "old.txt"))
+    (tmp_path / "table.csv").write_text("prompt,topic\nwhy,what\n")
+    with pytest.raises(PromptsError, match="none of the files that are read here"):
+        read_prompts(str(tmp_path / "table.csv"))
     with pytest.raises(ValueError, match="`count`"):
         read_prompts("demo", 0)
 

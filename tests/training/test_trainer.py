@@ -25,6 +25,7 @@ from dflash_mlx.training.export import export as export_draft
 from dflash_mlx.training.hooks import Snapshot
 from dflash_mlx.training.interrupts import Stopped
 from dflash_mlx.training.optimise import PATIENCE, Diverged, Optimiser, Schedule, Sum, decays
+from dflash_mlx.training.outlook import of_answers
 from dflash_mlx.training.prepare import Prepared
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import RunFolder
@@ -515,6 +516,24 @@ def test_a_reduced_vocabulary_has_only_tokens_that_an_adapted_draft_knows(datase
     recipe = Recipe(initial=str(tmp_path / "old"), vocabulary=256, sequences=2, anchors=2)
     found = prepared(dataset, recipe).frozen.vocabulary
     assert found is not None and found.tolist() == list(range(250))
+
+
+def test_an_adapted_draft_keeps_its_list_unless_another_is_asked_for(dataset: Dataset, tmp_path: Path) -> None:
+    """It was chosen for its target, and only its rows of the head are computed; a default asks for nothing."""
+    old = special_draft({})
+    old.vocabulary = np.arange(0, 200, 3, dtype=np.int32)
+    export_draft(old, tmp_path / "old", About(TargetFacts("tiny")))
+    recipe = Recipe(initial=str(tmp_path / "old"), sequences=2, anchors=2)
+    made = prepared(dataset, recipe)
+    assert made.frozen.vocabulary is not None and made.frozen.vocabulary.tolist() == list(range(0, 200, 3))
+    assert made.recipe.vocabulary == 67 and ", the list of the draft that it begins with" in of_answers(made)[1]
+    assert made.serving().vocabulary is not None
+    for asked, size in ((100, 100), (257, 257), (5000, 257)):
+        chosen = prepared(dataset, recipe.changed(vocabulary=asked))
+        assert chosen.frozen.size == size and "the list of" not in "".join(of_answers(chosen))
+        assert (chosen.serving().vocabulary is None) == (size == 257)
+    second = prepared(dataset, recipe.changed(second=True, rank=8, candidates=4))
+    assert second.frozen.vocabulary is None and "its list of 67 tokens is dropped" in second.draft.notes[0]
 
 
 def test_two_processes_do_not_train_in_one_folder(dataset: Dataset, tmp_path: Path) -> None:

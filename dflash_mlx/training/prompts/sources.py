@@ -46,15 +46,20 @@ def read_prompts(name: str, count: int | None = None, seed: int = 0) -> list[Pro
     path = Path(name).expanduser()
     if path.is_file():
         files = [path]
+        if not path.name.endswith(_FILES):
+            raise PromptsError(
+                f"{name} is none of the files that are read here ({', '.join(_FILES)}), so nothing says where a prompt "
+                "begins and ends. Give a .jsonl file, or a .txt file with one prompt a line."
+            )
     elif path.exists() or name.endswith(_FILES) or name.startswith((".", "/", "~")):
         raise PromptsError(f"{name} is no file with prompts. Give a .jsonl or .txt file, `demo`, or a data set's name.")
     else:
         files = list(_downloaded(name))
     found = list(dict.fromkeys(prompt for file in files for prompt in _of_file(file)))
     if not found:
-        raise PromptsError(
-            f"{name} has no prompts that can be read. Rows need one of {', '.join(_SPELLINGS)}, or messages with roles."
-        )
+        needed = f"Rows need one of {', '.join(_SPELLINGS)}, or messages with roles."
+        needed = "Write one prompt a line." if name.endswith(".txt") else needed
+        raise PromptsError(f"{name} has no prompts that can be read. {needed}")
     random.Random(f"{seed} order").shuffle(found)
     return found[:count]
 
@@ -82,6 +87,12 @@ def _of_file(path: Path) -> Iterator[Prompt]:
         for row in _rows(path):
             if (prompt := _of_row(row)) and prompt.text:
                 yield prompt
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise PromptsError(
+            f"{path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x}. Its prompts would be "
+            "others than were written. Save the file as UTF-8."
+        ) from error
     except (ValueError, OSError) as error:
         raise PromptsError(f"{path} cannot be read ({error}). Check the file.") from error
 
@@ -99,7 +110,17 @@ def _rows(path: Path) -> Iterable[Any]:
     if path.suffix == ".json":
         whole = json.loads(_text(path))
         return whole if isinstance(whole, list) else [whole]
-    return (json.loads(line) for line in _lines(path))
+    return _parsed(path)
+
+
+def _parsed(path: Path) -> Iterator[Any]:
+    """Of a .jsonl file. Raises ValueError with the number of the line."""
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from error
 
 
 def _text(path: Path) -> str:
