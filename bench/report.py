@@ -93,9 +93,10 @@ def training_table(records: Sequence[dict[str, Any]]) -> str:
     lines += [
         "",
         f"The demo draft: {start['parameters'] / 1e6:.1f} million parameters for a target of 135 million, "
-        f"{start['answers']:,} answers, blocks of {start['block_size']}, on {prompts} answers of topics that it never saw. "
-        "Hours are of one thread of a machine that did other work too. The rate falls from step to step, which the "
-        "last rows show. [bench/demo-draft](../bench/demo-draft/README.md) has the recipe, the answers and the log.",
+        f"{start['answers']:,} answers, blocks of {start['block_size']}, on {prompts} answers on topics that "
+        "it never saw. Hours are of one thread of a machine that did other work too. "
+        "The rate falls from step to step, which the last rows show. "
+        "[bench/demo-draft](../bench/demo-draft/README.md) has the recipe, the answers and the log.",
     ]
     return "\n".join(lines)
 

@@ -14,24 +14,17 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 
-import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.decode import decode
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.draft.quantize import quantize
 from dflash_mlx.options import Options
 from dflash_mlx.request import plan
 from dflash_mlx.targets import Target
-from dflash_mlx.training.about import Stored
 from dflash_mlx.training.evaluation import Count as Count
 from dflash_mlx.training.evaluation import Evaluation as Evaluation
 from dflash_mlx.training.held_out import HeldOut
 from dflash_mlx.training.matches import Matches
-from dflash_mlx.training.scales import FeatureScales
-
-AS_TRAINED = Stored("float32")
 
 
 def teacher_forced(
@@ -152,36 +145,6 @@ def _check_block(draft: DraftModel, block_size: int) -> None:
         raise ValueError(f"`block_size` has to be in 2..{most} (that of the draft in training), got {block_size}.")
 
 
-def served(
-    draft: DraftModel,
-    scales: FeatureScales | None = None,
-    *,
-    vocabulary: np.ndarray | None = None,
-    stored: Stored = AS_TRAINED,
-) -> DraftModel:
-    """A copy of a draft as it will be exported and loaded; the draft stays as it is.
-
-    Args:
-        scales: those of a draft in training, which are taken out; None for one that takes features as they are.
-        vocabulary: ascending ids, the only ones that it proposes; None is those of the draft, if it has any.
-        stored: how it will be stored.
-    """
-    made = draft if scales is None else scales.out_of(draft)
-    copy = DraftModel(draft.config, draft.name)
-    copy.load_weights(tree_flatten(made.parameters()))  # type: ignore[arg-type]
-    for name in ("block_size", "context_window", "known_tokens"):
-        setattr(copy, name, getattr(draft, name))
-    listed = draft.vocabulary if vocabulary is None else vocabulary
-    if listed is not None:
-        copy.vocabulary, copy.largest_id = listed, int(listed[-1])
-    if stored.bits is not None:
-        quantize(copy, stored.bits, stored.group_size)
-    copy.set_dtype(getattr(mx, stored.dtype))
-    copy.eval()
-    mx.eval(copy.parameters())
-    return copy
-
-
 def accepted(
     target: Target,
     draft: DraftModel,
@@ -194,7 +157,7 @@ def accepted(
     """What the decode loop makes of the prompts, greedily and with a draft in every cycle, by category.
 
     Args:
-        draft: as `served` makes it. stop: ids that end an answer.
+        draft: as it will be loaded. stop: ids that end an answer.
         max_tokens: of an answer.
     Raises:
         ValueError: an argument is out of range. IncompatiblePair: the draft is not for this target.

@@ -17,7 +17,7 @@ from dflash_mlx import __version__
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.formats_shapes import check_shapes
 from dflash_mlx.draft.model import DraftModel
-from dflash_mlx.draft.quantize import BITS, GROUP_SIZES, check_choice, check_dtype, quantize
+from dflash_mlx.draft.quantize import BITS, GROUP_SIZES, check_choice, check_dtype
 from dflash_mlx.draft.vocabulary import write_vocabulary
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.files import check_space, save_weights, whole_folder
@@ -25,6 +25,7 @@ from dflash_mlx.training.about import About, Stored
 from dflash_mlx.training.architecture import config_json
 from dflash_mlx.training.card import card
 from dflash_mlx.training.scales import FeatureScales, scales_of
+from dflash_mlx.training.twin import as_stored
 
 _SLACK = 1 << 20  # bytes for everything but the weights
 
@@ -63,7 +64,7 @@ def export(
     if stored.bits is not None:
         check_choice("bits", stored.bits, BITS, "or None, which packs nothing")
         check_choice("group_size", stored.group_size, GROUP_SIZES)
-    made = _as_stored(_unscaled(draft, scales), stored)
+    made = as_stored(_unscaled(draft, scales), stored)
     weights: dict[str, mx.array] = dict(tree_flatten(made.parameters()))
     config = made.config
     if stored.bits is not None:
@@ -91,17 +92,6 @@ def _unscaled(draft: DraftModel, scales: FeatureScales | None) -> DraftModel:
             "them. Give its `scales`, so that they are taken out."
         )
     return draft
-
-
-def _as_stored(draft: DraftModel, stored: Stored) -> DraftModel:
-    """A copy, packed before it is cast, as `load` does it."""
-    made = DraftModel(draft.config, draft.name)
-    made.load_weights(tree_flatten(draft.parameters()), strict=True)  # type: ignore[arg-type]
-    if stored.bits is not None:
-        quantize(made, stored.bits, stored.group_size)
-    made.set_dtype(getattr(mx, stored.dtype))
-    mx.eval(made.parameters())
-    return made
 
 
 def _check(content: dict, weights: dict[str, mx.array]) -> None:

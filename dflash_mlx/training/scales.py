@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.draft.model import DraftModel
+from dflash_mlx.training.twin import twin
 
 FUSION = "fc.weight"
 _MARK = "feature_scales"
@@ -128,13 +127,8 @@ def mark(draft: DraftModel, scales: FeatureScales | None) -> None:
 
 def _copy(draft: DraftModel, fusion: mx.array, scales: FeatureScales | None) -> DraftModel:
     """The same draft with another fusion."""
-    twin = DraftModel(draft.config, draft.name)
-    tensors: dict[str, Any] = dict(tree_flatten(draft.parameters()))
-    twin.load_weights(list((tensors | {FUSION: fusion}).items()), strict=True)
-    for name in ("block_size", "notes", "context_window", "known_tokens"):
-        setattr(twin, name, getattr(draft, name))
-    mark(twin, scales)
+    made = twin(draft, {FUSION: fusion})
+    mark(made, scales)
     if draft.config.own_embedding:
-        twin.embed_tokens.freeze()
-    twin.eval()
-    return twin
+        made.embed_tokens.freeze()
+    return made

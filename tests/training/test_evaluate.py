@@ -25,13 +25,14 @@ from dflash_mlx.training import matches as matches_module
 from dflash_mlx.training.about import Stored
 from dflash_mlx.training.dataset import Dataset, DatasetError, Shard
 from dflash_mlx.training.decoder import decoder_for
-from dflash_mlx.training.evaluate import Count, Evaluation, accepted, served, teacher_forced, walked
+from dflash_mlx.training.evaluate import Count, Evaluation, accepted, teacher_forced, walked
 from dflash_mlx.training.frozen import Frozen
 from dflash_mlx.training.generate import Settings, generate
 from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, StoredRows, held_out
 from dflash_mlx.training.matches import Matches
 from dflash_mlx.training.prompts import Prompt
 from dflash_mlx.training.scales import FeatureScales
+from dflash_mlx.training.twin import as_stored, twin
 from tests.conftest import DFLASH2, byte_tokenizer, special_draft
 from tests.families import BY_NAME, VOCAB, build
 
@@ -84,6 +85,19 @@ def answers(dataset: Dataset) -> list[HeldOut]:
     said = np.concatenate([one.tokens[one.prompt_length :] for one in found])
     assert len(set(zip(said, said[1:], said[2:], strict=False))) > 25  # it does not only repeat itself
     return found
+
+
+def served(
+    draft: DraftModel,
+    scales: FeatureScales | None = None,
+    vocabulary: np.ndarray | None = None,
+    stored: Stored = Stored("float32"),  # noqa: B008
+) -> DraftModel:
+    """A copy as it will be loaded."""
+    made = twin(draft if scales is None else scales.out_of(draft))
+    if vocabulary is not None:
+        made.vocabulary, made.largest_id = vocabulary, int(vocabulary[-1])
+    return as_stored(made, stored)
 
 
 def draft_of(kind: str) -> DraftModel:
