@@ -232,7 +232,8 @@ def test_only_named_places_read_from_the_device() -> None:
         "draft/checkpoint.py": {"load_draft", "_check_values"},  # while it is loaded
         "draft/formats.py": {"read_tensors"},
         "draft/formats_vocabulary.py": {"_integers"},
-        "draft/model.py": {"map_ids"},
+        "draft/model.py": {"map_ids", "borrow_head"},
+        "draft/vocabulary.py": {"borrow_head"},  # once per pair
         "threads.py": {"compute_constants"},
         "decode.py": {"_prefill"},
         "generate.py": {"encode"},
