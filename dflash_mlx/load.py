@@ -40,7 +40,6 @@ from dflash_mlx.targets import target_for
 
 DTYPES = ("float32", "bfloat16", "float16", "packed")
 _NOT_GIVEN: Any = object()
-_DEMO_CPU_BLOCK = 4  # against 6: bench/LOG.md
 
 
 def load(
@@ -238,8 +237,6 @@ def _load_draft(
     # On a CPU dense float32 is fastest; fused features overflow float16, whatever the target runs in.
     dtype = mx.float32 if target.spec.dtype == mx.float16 else target.spec.dtype
     draft = load_draft(folder, name=name, dtype=dtype if on_cpu else None, packed=not on_cpu, options=options)
-    if name == DEMO and on_cpu:
-        draft.block_size = min(_DEMO_CPU_BLOCK, draft.config.block_size)
     check_pair(draft, target, target_name)
     borrow_head(draft, target)
     draft.notes = (*draft.notes, *resolution.notes)
