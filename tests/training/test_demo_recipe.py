@@ -19,6 +19,7 @@ from dflash_mlx.training.log import Log
 from dflash_mlx.training.prompts import fingerprint
 from dflash_mlx.training.prompts.sources import read_prompts
 from dflash_mlx.training.recipe import Recipe
+from dflash_mlx.training.run_folder import Start
 
 ROOT = Path(__file__).parent.parent.parent
 MADE = ROOT / "bench" / "demo-draft"
@@ -67,6 +68,13 @@ def test_the_log_is_of_the_recipe_and_of_the_draft_that_is_shipped() -> None:
     card = (demo.draft_folder() / "README.md").read_text()
     for category in accepted["categories"].values():
         assert f"{category['tokens_per_cycle']:.2f}" in card
+
+
+def test_the_answers_that_the_run_learned_from_are_those_that_are_here(dataset: Dataset) -> None:
+    """To the last byte: with others it would be another draft."""
+    run = json.loads((MADE / "run.json").read_text())
+    start = Start.of(Recipe.from_dict(run["recipe"]), run["target"], dataset, run["shards"], run["top"])
+    assert (start.tokens_sha256, start.data) == (run["tokens_sha256"], run["data"])
 
 
 def test_the_curves_are_drawn_from_the_log(tmp_path: Path) -> None:
