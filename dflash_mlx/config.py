@@ -39,6 +39,8 @@ class DraftConfig:
     draft_vocab_size: rows of a head of its own; None shares the target's head.
     own_embedding: it carries an embedding; otherwise it shares the target's.
     runtime_block_size: the block to run by default, at most `block_size`.
+    whole_block: it was trained with blocks of `block_size` and no others, so all rows are denoised however few are
+        wanted: with fewer masks it finds less (bench/LOG.md).
     context_window: context rows that every layer keeps at most by default; None keeps all that it sees.
     verifier: the target that the checkpoint names, if it does.
     unread: keys of `dflash_config` that nothing here reads and that are not known to be harmless.
@@ -73,6 +75,7 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     own_embedding: bool = False
     runtime_block_size: int | None = None
+    whole_block: bool = False
     context_window: int | None = None
     verifier: str | None = None
     unread: tuple[str, ...] = field(default=(), compare=False)

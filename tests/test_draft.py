@@ -14,13 +14,16 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_mlx import make_prompt_cache, stream_generate
 from dflash_mlx.cache import TargetCache
+from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.context import DraftContext
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.rope import make_rope
 from dflash_mlx.errors import CheckpointError
+from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import make_sampler
 from dflash_mlx.targets import target_for
 from dflash_mlx.threads import leave_cleanly
+from dflash_mlx.training.architecture import config_json
 from tests.conftest import DFLASH2, OWN_PARTS, draft_config, special_draft, tiny_draft
 from tests.draft_reference import reference_denoise, reference_keys
 from tests.families import BY_NAME, prompt_of, tiny
@@ -302,3 +305,21 @@ def test_parameter_count_follows_the_published_formula() -> None:
     assert count(5, 4096, 12288, 32, 8, 5) == (58, 1_048_626_432)  # Qwen3-8B-DFlash-b16
     assert count(8, 2048, 6144, 32, 4, 5) == (91, 473_995_264)  # Qwen3-Coder-30B-A3B-DFlash
     assert count(6, 4096, 12288, 32, 8, 8) == (69, 1_291_904_512)  # Qwen3.5-9B-DFlash
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_draft_of_whole_blocks_proposes_the_first_of_a_whole_block(name: str) -> None:
+    """One that learned from blocks of one size finds less with fewer masks, and is not given fewer."""
+    target = target_for(tiny(name))
+    found: dict[tuple[bool, int], list[int]] = {}
+    for whole in (True, False):
+        draft = special_draft(dict(block_size=6, whole_block=whole, num_target_layers=target.spec.n_layers))
+        draft.update(tree_map(lambda value: value * 4 if value.ndim == 2 else value, draft.parameters()))
+        assert DraftConfig.from_dict(config_json(draft.config)).whole_block is whole
+        for limit in (5, 3, 1):
+            proposer = BlockProposer(draft, target, draft.make_context())
+            proposer.observe(mx.array(data(9)[0])[None])
+            found[whole, limit] = proposer.propose(7, limit, 10).tokens.tolist()
+    assert found[True, 5] == found[False, 5]
+    assert found[True, 3] == found[True, 5][:3] and found[True, 1] == found[True, 5][:1]
+    assert found[False, 3] != found[False, 5][:3]

@@ -83,10 +83,12 @@ class BlockProposer:
 
     def _denoise(self, anchor: mx.array, limit: int) -> mx.array:
         """[K, H] after the draft's final norm."""
-        masks = mx.full((limit,), self.draft.config.mask_token_id, mx.int32)
-        ids = mx.concatenate([anchor, masks])[None]  # [1, K+1]
-        embed = self.draft.embed if self.draft.config.own_embedding else self.target.block_rows
-        return self.draft.denoise(embed(ids), self.context, self.kernels)[0]
+        config = self.draft.config
+        rows = max(limit, config.block_size - 1) if config.whole_block else limit
+        masks = mx.full((rows,), config.mask_token_id, mx.int32)
+        ids = mx.concatenate([anchor, masks])[None]  # [1, rows + 1]
+        embed = self.draft.embed if config.own_embedding else self.target.block_rows
+        return self.draft.denoise(embed(ids), self.context, self.kernels)[0, :limit]
 
     def _choose(self, hidden: mx.array, anchor: mx.array, position: Position) -> tuple[mx.array, mx.array | None]:
         """[K, H] -> tokens [K] int32, and q [K, V] if they are sampled."""

@@ -48,6 +48,7 @@ def read(config: Mapping[str, Any]) -> DraftConfig:
         causal=causal,
         block_size=keys.integer("block_size", default=16, low=2),
         runtime_block_size=keys.integer("runtime_block_size", default=None),
+        whole_block=keys.flag("whole_block", default=False),
         context_window=keys.integer("draft_window_size", default=None),
         mask_token_id=keys.integer("mask_token_id", low=0),
         target_layer_ids=ids,

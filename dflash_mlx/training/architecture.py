@@ -79,6 +79,7 @@ def draft_config(target: Target, tokenizer: TokenizerWrapper, recipe: Recipe, na
         causal=False if recipe.second else None,  # as the published ones of each kind
         attention_bias=False,
         block_size=recipe.block_size or BLOCK,
+        whole_block=True,  # it sees no other in training
         mask_token_id=find_mask_token(tokenizer, spec.vocab_size, recipe.mask_token_id),
         target_layer_ids=_taps(recipe, spec.n_layers, name),
         num_target_layers=spec.n_layers,
@@ -120,6 +121,7 @@ def config_json(config: DraftConfig, *, dtype: str = "float32", tied: bool = Fal
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
         "runtime_block_size": config.runtime_block_size,
+        "whole_block": config.whole_block or None,
         "draft_window_size": config.context_window,
         "input_embedding_scale": config.input_embedding_scale,
         "output_multiplier": config.output_multiplier,
@@ -228,6 +230,7 @@ def _adopted(folder: Path, target: Target, recipe: Recipe, name: str) -> DraftCo
     return replace(
         config,
         block_size=block,
+        whole_block=True,
         vocab_size=vocabulary,
         runtime_block_size=min(config.runtime_block_size, block) if config.runtime_block_size else None,
         num_target_layers=target.spec.n_layers,

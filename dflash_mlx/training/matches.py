@@ -54,11 +54,13 @@ class Matches:
             [anchors, K] bool for each answer; False past its end.
         """
         found = [np.zeros((len(each), block_size - 1), bool) for each in anchors]
-        for batch in self._batches(anchors, block_size):
+        config = self.draft.config
+        whole = max(block_size, config.block_size) if config.whole_block else block_size
+        for batch in self._batches(anchors, whole):
             draws = [Draw(index, piece.anchors) for index, piece in enumerate(batch)]
             samples = [answers[piece.answer].sample() for piece in batch]
-            blocks = assemble(draws, samples.__getitem__, Recipe(block_size=block_size, longest=1 << 20))
-            right = self._guesses(blocks) == blocks.tokens[..., 1:]
+            blocks = assemble(draws, samples.__getitem__, Recipe(block_size=whole, longest=1 << 20))
+            right = (self._guesses(blocks) == blocks.tokens[..., 1:])[..., : block_size - 1]
             for row, piece in zip(right, batch, strict=True):
                 count = len(piece.anchors)
                 found[piece.answer][piece.first : piece.first + count] = row[:count]

@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, object]] = {
     "sliding": dict(layer_types=(SLIDING, SLIDING), sliding_window=9),
     "scaled and capped": dict(output_multiplier=0.5, final_logit_softcapping=20.0, input_embedding_scale=3.0),
     "second": DFLASH2,
+    "whole": dict(whole_block=True),
 }
 
 
@@ -117,7 +118,9 @@ def live(draft: DraftModel, answers: Sequence[HeldOut], block_size: int = BLOCK,
     return accepted(target(), draft, answers, stop=[END], block_size=block_size, max_tokens=limit)
 
 
-@pytest.mark.parametrize(("kind", "block_size"), [*((kind, BLOCK) for kind in KINDS), ("full", 4), ("second", 2)])
+@pytest.mark.parametrize(
+    ("kind", "block_size"), [*((kind, BLOCK) for kind in KINDS), ("full", 4), ("second", 2), ("whole", 3)]
+)
 def test_the_walk_counts_the_cycles_that_the_loop_takes(kind: str, block_size: int, answers: list[HeldOut]) -> None:
     """Answer by answer; also those cut off at the limit, before which the loop asks for fewer proposals."""
     draft = draft_of(kind)
