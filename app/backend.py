@@ -1,18 +1,19 @@
 """The library functions the chat calls, as one value: the seam where tests put a scripted model.
 
-`mlx_backend` is the only place of this package that imports MLX, and it is called inside the engine thread
-(design D7, D9): mlx_lm takes about 3 s to import, and arrays belong to the thread that made them.
+`library.mlx_backend` makes the real one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Progress = Callable[[str, float | None], None]
 
 
 class Tokenizer(Protocol):
-    """What the chat asks of an mlx_lm TokenizerWrapper."""
+    """What the chat asks of an mlx_lm TokenizerWrapper, beside what `dflash_mlx.segments` does."""
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -70,10 +71,17 @@ class Timings(Protocol):
 
 
 class Response(Protocol):
-    """The plain values of a GenerationResponse; `logprobs` is an array and stays untouched."""
+    """The plain values of a GenerationResponse that are read here; `dflash_mlx.report` takes the same object, and
+    `logprobs` is an array and stays untouched."""
 
     @property
     def text(self) -> str: ...
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def from_draft(self) -> bool: ...
 
     @property
     def finish_reason(self) -> str | None: ...
@@ -112,58 +120,59 @@ class Response(Protocol):
     def timings(self) -> Timings | None: ...
 
 
+class Verdict(Protocol):
+    """What the chat reads of a `dflash_mlx.divergence.Divergence`."""
+
+    @property
+    def kind(self) -> Literal["identical", "near-tie", "bug"]: ...
+
+    @property
+    def index(self) -> int | None: ...
+
+    @property
+    def explanation(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target with its tokenizer and draft."""
+    """A loaded target with its tokenizer and draft, and what is known of them.
+
+    largest_block:  what the draft was trained with.
+    context_length: positions that the target was made for.
+    target_gb, draft_gb: their weights, in units of 1e9 bytes.
+    """
 
     model: object
     tokenizer: Tokenizer
     draft: Draft | None
     largest_block: int | None = None
-    """What the draft was trained with."""
-
-
-Progress = Callable[[str, float | None], None]
+    context_length: int | None = None
+    target_gb: float | None = None
+    draft_gb: float | None = None
 
 
 @dataclass(frozen=True)
 class Backend:
     """The engine library, seen from the chat."""
 
-    load: Callable[[str, Mapping[str, str | None], Progress], Pair]
+    load: Callable[[str, Mapping[str, Any], Progress], Pair]
     """(path or repository, keyword arguments of `dflash_mlx.load`, progress) -> Pair."""
     stream: Callable[..., Generator[Response, None, None]]
     """Checks its arguments when it is called, before the generator runs."""
     make_sampler: Callable[..., object]
     make_cache: Callable[[object, Draft | None], Cache]
     clear_streams: Callable[[], None]
+    compare: Callable[..., Verdict]
+    """`dflash_mlx.compare`: model, prompt ids, expected ids, got ids, `policy`, `kernels`."""
+    warm_up: Callable[[Pair, Sequence[int], str], None] = lambda pair, ids, kernels: None
+    """Run both ways of decoding briefly, so that a race's first arm does not pay for what is made only once."""
+    free: Callable[[], None] = lambda: None
+    """Give memory back that nothing refers to any more."""
+    active_gb: Callable[[], float | None] = lambda: None
+    memory_gb: float | None = None
+    """What this machine recommends a process to use at most, or has."""
     user_errors: tuple[type[Exception], ...] = (ValueError,)
     """Errors whose text is meant for the user."""
     prefill_step_size: int = 2048
     """Prompt tokens per forward pass, and so between two looks at whether to stop."""
-
-
-def mlx_backend() -> Backend:
-    """Import the engine library. Slow; only inside the thread that will own the arrays."""
-    # `load` comes first: it puts a real BLAS under MLX on Linux, which has to happen early.
-    from dflash_mlx import load, make_prompt_cache, make_sampler, stream_generate  # noqa: I001
-    from dflash_mlx.cpu import prefill_step_size
-    from dflash_mlx.errors import DFlashError
-    import mlx.core as mx
-
-    def load_pair(path: str, options: Mapping[str, Any], progress: Progress) -> Pair:
-        model, tokenizer, draft = load(path, progress=progress, **options)
-        return Pair(model, tokenizer, draft, draft.config.block_size if draft is not None else None)
-
-    def make_cache(model: Any, draft: Any) -> Cache:
-        return make_prompt_cache(model, draft)
-
-    return Backend(
-        load_pair,
-        stream_generate,
-        make_sampler,
-        make_cache,
-        mx.clear_streams,
-        (DFlashError, ValueError),
-        prefill_step_size(),
-    )
+    versions: Mapping[str, str | None] = field(default_factory=dict)

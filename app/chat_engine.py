@@ -8,29 +8,33 @@ editing, regenerating and clearing need no case of their own.
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import PurePath
+from datetime import datetime
+from typing import Any
 
 from dflash_mlx.app.backend import Backend, Cache, Pair, Response
-from dflash_mlx.app.jobs import Ask, LoadModel
+from dflash_mlx.app.card import describe
+from dflash_mlx.app.jobs import Ask, LoadModel, Messages, Race
 from dflash_mlx.app.messages import (
-    EngineFailed,
     Event,
+    LoadCancelled,
     ModelCard,
     ModelLoading,
     ModelReady,
+    RaceCancelled,
     Reason,
+    TurnDone,
 )
+from dflash_mlx.app.race import Cancelled, Racer
+from dflash_mlx.app.record import json_object, metrics, utc_now
 from dflash_mlx.app.reporter import TICK_INTERVAL_S, TurnReporter
+from dflash_mlx.app.tally import Tally
 from dflash_mlx.cli import noted_warnings
+from dflash_mlx.report import Answer
+from dflash_mlx.segments import Segments
 from dflash_mlx.templates import render, stable_length
-
-
-class _Cancelled(Exception):
-    """Raised inside a progress callback, which the library lets stop a prefill or a load cleanly."""
 
 
 class ChatEngine:
@@ -38,55 +42,64 @@ class ChatEngine:
 
     Args:
         emit: takes every event, from the owning thread.
-        cancelled: read between cycles, between prefill chunks and between load steps; gets the turn's number.
+        cancelled: read between cycles, between prefill chunks and between load steps; gets the job's number.
+        clock, now: seconds for what is measured; the time of day for records.
     """
 
     def __init__(
         self,
         backend: Backend,
         emit: Callable[[Event], None],
-        cancelled: Callable[[int], bool] = lambda turn: False,
+        cancelled: Callable[[int], bool] = lambda number: False,
         clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], datetime] = utc_now,
     ) -> None:
+        self.answered: Mapping[str, Any] = {}
+        """The newest turn as `generate --json` prints it, tokens included; empty if it gave none."""
         self._backend = backend
         self._emit = emit
         self._cancelled = cancelled
         self._clock = clock
+        self._now = now
         self._pair: Pair | None = None
+        self._card: ModelCard | None = None
         self._cache: Cache | None = None
         self._kernels = "auto"
+        self._raced = False
 
     def load(self, job: LoadModel) -> None:
-        """Load a pair and report it; returns silently if the loading was cancelled."""
+        """Load a pair in the place of the one before, which is freed first, and report it."""
         started = self._clock() if job.launched_at is None else job.launched_at
         last_text, last_at = "", float("-inf")
+        self._drop_pair()
 
         def progress(text: str, fraction: float | None) -> None:
             nonlocal last_text, last_at
-            if self._cancelled(0):
-                raise _Cancelled
+            if self._cancelled(job.number):
+                raise Cancelled
             now = self._clock()
             if text != last_text or now - last_at >= TICK_INTERVAL_S:
                 last_text, last_at = text, now
                 self._emit(ModelLoading(text, fraction))
 
-        options = {name: value for name, value in asdict(job).items() if name not in ("model", "launched_at")}
+        left_out = ("model", "launched_at", "number")
+        options = {name: value for name, value in asdict(job).items() if name not in left_out}
         notes: list[str] = []
+        pair: Pair | None = None
         try:
-            with noted_warnings(notes):
-                pair = self._backend.load(job.model, options, progress)
-        except _Cancelled:
+            if not self._cancelled(job.number):
+                with noted_warnings(notes):
+                    pair = self._backend.load(job.model, options, progress)
+        except Exception:
+            if not self._cancelled(job.number):
+                raise  # else this is `Cancelled`, or what the library made of it on the way
+        if pair is None or self._cancelled(job.number):
+            pair = None
+            self._backend.free()
+            self._emit(LoadCancelled(job.number))
             return
-        self._pair, self._cache, self._kernels = pair, None, job.kernels
-        draft = pair.draft
-        card = ModelCard(
-            target=PurePath(job.model).name or job.model,
-            draft=draft.name if draft is not None else None,
-            block_size=draft.block_size if draft is not None else None,
-            ready_s=self._clock() - started,
-            notes=tuple(notes),
-            largest_block=pair.largest_block,
-        )
+        card = describe(job, pair, self._clock() - started, notes, self._backend.memory_gb)
+        self._pair, self._card, self._kernels = pair, card, job.kernels
         self._emit(ModelReady(card))
 
     def answer(self, job: Ask) -> None:
@@ -96,28 +109,75 @@ class ChatEngine:
             ValueError: the library refused the request before it began; the cache is as good as before.
             Exception: whatever else the library raised; the cache is dropped and the next turn starts cold.
         """
-        reporter = TurnReporter(job.turn, self._emit, self._clock, job.settings.mode)
+        self.answered = {}
+        pair = self._loaded()
+        ids, stable = self._render(pair, job)
+        asked_at = self._clock() if job.requested_at is None else job.requested_at
+        tally = Tally(job.settings.mode, asked_at, self._clock, self._backend.active_gb)
+        tokenizer: Any = pair.tokenizer
+        answer = Answer(Segments.for_prompt(tokenizer, ids))
+        reporter = TurnReporter(job.turn, self._emit, self._clock, tally, answer)
         begun = False
         try:
-            responses = self._request(job, reporter)
+            responses = self._request(job, pair, ids, stable, reporter)
             begun = True
             reason = self._generate(job.turn, responses, reporter)
-        except _Cancelled:
+        except Cancelled:
             reason = "cancelled"
         except KeyboardInterrupt:  # the plain path: what was answered so far has its numbers too
             self._cache = None
-            reporter.finish("cancelled")
+            self._finish(job, reporter, "cancelled")
             raise
         except BaseException as error:
             if begun or not isinstance(error, ValueError):
                 self._cache = None
+            reporter.end(None)
             raise
-        reporter.finish(reason)
+        self._finish(job, reporter, reason)
 
-    def _request(self, job: Ask, reporter: TurnReporter) -> Generator[Response, None, None]:
+    def race(self, job: Race) -> None:
+        """Answer the last message plainly and with drafts, and compare; the cache of the conversation stays.
+
+        Raises:
+            Exception: whatever the library raised; a ValueError is for the user.
+        """
+        pair = self._loaded()
+        ids = self._ids(pair, job.messages, job.settings.thinking)
+        racer = Racer(
+            backend=self._backend,
+            pair=pair,
+            ids=ids,
+            job=job,
+            kernels=self._kernels,
+            emit=self._emit,
+            cancelled=lambda: self._cancelled(job.number),
+            clock=self._clock,
+            warm=self._raced,
+        )
+        try:
+            done = racer.run()
+        except Cancelled:
+            self._emit(RaceCancelled(job.number))
+            return
+        self._raced = True
+        self._emit(done)
+
+    def recover(self) -> None:
+        """Give back what a failed job held. Call it when its error has been handled, since tracebacks hold arrays."""
+        self._backend.free()
+
+    def _drop_pair(self) -> None:
+        """Two large models at once may not fit."""
+        self._pair = self._card = self._cache = None
+        self._raced = False
+        self.answered = {}
+        self._backend.free()
+
+    def _request(
+        self, job: Ask, pair: Pair, ids: list[int], stable: int, reporter: TurnReporter
+    ) -> Generator[Response, None, None]:
         """Everything that can be refused, before the model works."""
-        pair, settings = self._loaded(), job.settings
-        ids, stable = self._render(pair, job)
+        settings = job.settings
         sampler = self._backend.make_sampler(
             temp=settings.temperature,
             top_p=settings.top_p,
@@ -131,7 +191,7 @@ class ChatEngine:
 
         def progress(done: int, total: int) -> None:
             if self._cancelled(job.turn):
-                raise _Cancelled
+                raise Cancelled
             reporter.prefill(done, total, cached)
 
         progress(0, len(ids) - cached)
@@ -162,36 +222,30 @@ class ChatEngine:
                     return "cancelled"
         return reason
 
+    def _finish(self, job: Ask, reporter: TurnReporter, reason: Reason) -> None:
+        """The last of the text, then the closing message with the turn's record."""
+        reporter.end(reason)
+        newest, record = reporter.tally.newest, dict[str, Any]()
+        if newest is not None and self._card is not None:
+            self.answered = json_object(newest, reporter.answer, self._card)
+            record = metrics(self.answered, self._card, job.settings, self._backend.versions, self._now())
+        self._emit(TurnDone(job.turn, reason, reporter.tally.final(), record))
+
     def _render(self, pair: Pair, job: Ask) -> tuple[list[int], int]:
         """The prompt's ids, and how many of them the next turn will begin with."""
+        ids = self._ids(pair, job.messages, job.settings.thinking)
+        chat = [{"role": role, "content": text} for role, text in job.messages]
+        return ids, stable_length(pair.tokenizer, chat, ids, job.settings.thinking)
+
+    def _ids(self, pair: Pair, messages: Messages, thinking: bool | None) -> list[int]:
         if not pair.tokenizer.has_chat_template:
             raise ValueError(
                 "This model has no chat template, so the chat cannot mark who said what. "
                 "Use an instruction-tuned target, or `python -m dflash_mlx.generate` for plain completion."
             )
-        chat = [{"role": role, "content": text} for role, text in job.messages]
-        ids = render(pair.tokenizer, chat, job.settings.thinking)
-        return ids, stable_length(pair.tokenizer, chat, ids, job.settings.thinking)
+        return render(pair.tokenizer, [{"role": role, "content": text} for role, text in messages], thinking)
 
     def _loaded(self) -> Pair:
         if self._pair is None:
             raise ValueError("No model is loaded yet.")
         return self._pair
-
-
-def failure(
-    error: Exception, user_errors: tuple[type[Exception], ...], *, fatal: bool, turn: int | None = None
-) -> EngineFailed:
-    """Say an error to the user: its own text if it was written for them, otherwise what kind of bug it is."""
-    if isinstance(error, user_errors):
-        title = "The model could not be loaded" if fatal else "No answer"
-        return EngineFailed(title, str(error), fatal, turn)
-    if isinstance(error, MemoryError):
-        body = (
-            "The prompt cache was dropped. Try a shorter conversation (/clear), a smaller model, "
-            "or a smaller block size (/block 4)."
-        )
-        return EngineFailed("Out of memory", body, fatal, turn)
-    body = f"{type(error).__name__}: {error}\nThis is a bug in dflash_mlx; its traceback is shown when you quit."
-    details = "".join(traceback.format_exception(error))
-    return EngineFailed("Something unexpected went wrong", body, fatal, turn, details)

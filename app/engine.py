@@ -8,16 +8,22 @@ Linux aborts the process at exit (exit status 134).
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from dflash_mlx.app.backend import Backend, mlx_backend
-from dflash_mlx.app.chat_engine import ChatEngine, failure
-from dflash_mlx.app.jobs import Ask, Job, LoadModel, Shutdown
-from dflash_mlx.app.messages import Event, ModelLoading
+from dflash_mlx.app.backend import Backend
+from dflash_mlx.app.chat_engine import ChatEngine
+from dflash_mlx.app.failures import Doing, failure
+from dflash_mlx.app.jobs import Ask, Job, LoadModel, Race, Shutdown
+from dflash_mlx.app.library import mlx_backend
+from dflash_mlx.app.messages import EngineFailed, Event, ModelLoading
 
 _EVERYTHING = 2**63
+SWITCH_S = 0.0005
+"""How long Python lets the window's thread run on while this one waits for it; 0.005 unless told otherwise, which
+is a share of a cycle (bench/chat_pace.py)."""
 
 
 class Engine(Protocol):
@@ -27,7 +33,7 @@ class Engine(Protocol):
 
     def submit(self, job: Job) -> None: ...
 
-    def cancel(self, turn: int) -> None: ...
+    def cancel(self, number: int) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -43,7 +49,7 @@ EngineFactory = Callable[[Callable[[Event], None]], Engine]
 class EngineThread(threading.Thread):
     """Runs jobs one after another until `Shutdown`.
 
-    Cancelling is a mark, "everything up to this turn", rather than a flag: a flag raised for one turn could
+    Cancelling is a mark, "everything up to this job", rather than a flag: a flag raised for one job could
     be cleared by, or stop, the next one. The engine reads it between cycles, prefill chunks and load steps.
     """
 
@@ -59,9 +65,9 @@ class EngineThread(threading.Thread):
         """Queue a job. From any thread."""
         self._jobs.put(job)
 
-    def cancel(self, turn: int) -> None:
-        """Stop `turn` and all before it, after the cycle that runs. From any thread."""
-        self._cancelled_to = max(self._cancelled_to, turn)
+    def cancel(self, number: int) -> None:
+        """Stop the job of this number and all before it, after the cycle that runs. From any thread."""
+        self._cancelled_to = max(self._cancelled_to, number)
 
     def shutdown(self) -> None:
         """Stop whatever runs and end the thread. From any thread, more than once."""
@@ -70,24 +76,40 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         backend: Backend | None = None
+        former = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             self._post(ModelLoading("Importing MLX", None))
             backend = self._make_backend()
             self._work(backend)
         except Exception as error:
-            self._post(failure(error, (), fatal=True))
+            self._post(failure(error, None, "load"))
         finally:
+            sys.setswitchinterval(former)
             if backend is not None:
                 backend.clear_streams()
 
     def _work(self, backend: Backend) -> None:
-        engine = ChatEngine(backend, self._post, lambda turn: self._cancelled_to >= turn)
+        engine = ChatEngine(backend, self._post, lambda number: self._cancelled_to >= number)
         while not isinstance(job := self._jobs.get(), Shutdown):
-            try:
-                if isinstance(job, LoadModel):
-                    engine.load(job)
-                elif isinstance(job, Ask):
-                    engine.answer(job)
-            except Exception as error:  # a job's outermost frame: it becomes a message, the thread lives on
-                turn = job.turn if isinstance(job, Ask) else None
-                self._post(failure(error, backend.user_errors, fatal=turn is None, turn=turn))
+            failed = self._run_job(engine, job, backend)
+            if failed is not None:
+                engine.recover()
+                self._post(failed)
+
+    def _run_job(self, engine: ChatEngine, job: Job, backend: Backend) -> EngineFailed | None:
+        """A job's outermost frame: an error becomes a message, and the thread lives on."""
+        doing: Doing = "load"
+        number: int | None = None
+        try:
+            if isinstance(job, LoadModel):
+                engine.load(job)
+            elif isinstance(job, Ask):
+                doing, number = "answer", job.turn
+                engine.answer(job)
+            elif isinstance(job, Race):
+                doing, number = "race", job.number
+                engine.race(job)
+        except Exception as error:
+            return failure(error, backend, doing, number)
+        return None

@@ -33,11 +33,13 @@ class LoadModel:
     """These eight as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
+    number: int = field(default=0, compare=False)
+    """Numbers of jobs grow, whatever their kind; `Engine.cancel(number)` stops this one and all before it."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer the last message. `turn` numbers grow; the answer's events carry the same number."""
+    """Answer the last message. `turn` is its number as a job; the answer's events carry it."""
 
     turn: int
     messages: Messages
@@ -47,8 +49,21 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Race:
+    """Answer the last message plainly and with drafts, each from an empty cache, and compare the tokens.
+
+    At a temperature both arms use one seed (the settings', or one drawn for the race) and the rule "match", so that
+    equal tokens can be demanded. The conversation and its cache stay as they are.
+    """
+
+    number: int
+    messages: Messages
+    settings: Settings
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """Free everything and end the thread."""
 
 
-Job: TypeAlias = LoadModel | Ask | Shutdown
+Job: TypeAlias = LoadModel | Ask | Race | Shutdown

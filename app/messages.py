@@ -7,10 +7,16 @@ is sent. Times are seconds, rates are tokens per second, None means "not known y
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled"]
+Kind: TypeAlias = Literal["reasoning", "answer", "tool_call", "marker"]
+"""As `dflash_mlx.segments`; a marker is not for the reader."""
+Origin: TypeAlias = Literal["draft", "target"]
+"""Whose proposal a token was: an accepted draft, or the target's own (the first one, a correction, a bonus)."""
+ArmName: TypeAlias = Literal["plain", "dflash"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,24 @@ class ModelCard:
     """What the library warned about while it loaded, such as why there is no draft."""
     largest_block: int | None = None
     """What the draft was trained with; None if it is not known."""
+    model: str = ""
+    """The target as it was asked for: what to load again."""
+    context_length: int | None = None
+    """Positions that the target was made for; None if its config does not say."""
+    target_gb: float | None = None
+    """Weights in memory, in units of 1e9 bytes, as all `_gb`."""
+    draft_gb: float | None = None
+    memory_gb: float | None = None
+    """What this machine recommends a process to use at most (Metal), or has (elsewhere)."""
+    thinks: bool = False
+    """The template can switch reasoning on and off."""
+
+
+@dataclass(frozen=True)
+class LoadCancelled:
+    """Loading ended because it was cancelled; what was loaded before is gone too, and nothing is."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -61,13 +85,27 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Text of one kind and one origin."""
+
+    kind: Kind
+    origin: Origin
+    text: str
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of the answer, at most about 20 a second. Never dropped, never replaced."""
 
     turn: int
-    text: str
+    parts: tuple[Part, ...]
     n_tokens: int
     """Tokens that this piece stands for; may be 0 for text that was held back."""
+
+    @property
+    def text(self) -> str:
+        """All of it, markers included: the texts of all chunks of a turn are what the model wrote."""
+        return "".join(part.text for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -108,9 +146,15 @@ class Numbers:
     """Draft tokens accepted / draft tokens proposed, 0..1."""
     recent: tuple[tuple[int, int], ...] = ()
     """(accepted, drafted) of the last cycles, oldest first."""
+    rates: tuple[float, ...] = ()
+    """Generation-only tok/s of the last stretches of about half a second, oldest first, by the engine's clock."""
+    active_gb: float | None = None
+    """What MLX holds now."""
     peak_gb: float | None = None
     notes: tuple[str, ...] = ()
     """For the user: why drafts are not used, then facts."""
+    prefill_s: float | None = None
+    """Since the question, while the prompt is read: what the ETA is made of."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +172,62 @@ class TurnDone:
     turn: int
     reason: Reason
     numbers: Numbers
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """The turn as a JSON object: the keys of `generate --json`, without what was said. For the metrics file."""
+
+
+@dataclass(frozen=True)
+class RaceTick:
+    """Sent while an arm of a race runs; the newest replaces the ones before it."""
+
+    number: int
+    arm: ArmName
+    numbers: Numbers
+    text: str
+    """All of its answer so far."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One finished run of a race."""
+
+    name: ArmName
+    numbers: Numbers
+    pieces: tuple[tuple[float, str], ...]
+    """(seconds since its start, text that came then): enough to replay it."""
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.pieces)
+
+
+@dataclass(frozen=True)
+class RaceDone:
+    """Both arms ran, one after the other, each from an empty cache."""
+
+    number: int
+    plain: Arm
+    dflash: Arm
+    verdict: Literal["identical", "near-tie", "bug"]
+    """As `dflash_mlx.divergence`."""
+    index: int | None
+    """Of the first token that differs, from 0; None if none does."""
+    explanation: str
+
+
+@dataclass(frozen=True)
+class RaceCancelled:
+    """The race was stopped; nothing is said about who is faster."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """Something the user has to know that ends nothing: the metrics file cannot be written, say."""
+
+    title: str
+    body: str
 
 
 @dataclass(frozen=True)
@@ -143,7 +243,20 @@ class EngineFailed:
     """A traceback if this is a bug, to print when the app has closed; empty for errors meant for the user."""
 
 
-Event: TypeAlias = ModelLoading | ModelReady | PrefillProgress | Chunk | CycleTick | TurnDone | EngineFailed
+Event: TypeAlias = (
+    ModelLoading
+    | ModelReady
+    | LoadCancelled
+    | PrefillProgress
+    | Chunk
+    | CycleTick
+    | TurnDone
+    | RaceTick
+    | RaceDone
+    | RaceCancelled
+    | Noticed
+    | EngineFailed
+)
 
-REPLACEABLE = (ModelLoading, PrefillProgress, CycleTick)
+REPLACEABLE = (ModelLoading, PrefillProgress, CycleTick, RaceTick)
 """Events of which only the newest matters."""

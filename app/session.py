@@ -1,4 +1,4 @@
-"""What the chat knows, between the engine and the screen: conversation, settings, the loaded pair, the numbers.
+"""What the chat knows, between the engine and the screen: conversation, what waits, settings, the loaded pair, numbers.
 
 No Textual and no MLX. The screen calls it when the user acts and tells it what the engine said.
 """
@@ -6,87 +6,242 @@ No Textual and no MLX. The screen calls it when the user acts and tells it what 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from dflash_mlx.app.conversation import Conversation, Turn
+from dflash_mlx.app.baseline import Baseline, context_tokens
+from dflash_mlx.app.conversation import Conversation, End, Turn
 from dflash_mlx.app.engine import Engine
-from dflash_mlx.app.jobs import Ask, LoadModel
-from dflash_mlx.app.messages import ModelCard, Numbers, PrefillProgress
+from dflash_mlx.app.jobs import Ask, LoadModel, Messages, Race
+from dflash_mlx.app.keeper import Keeper
+from dflash_mlx.app.messages import ModelCard, Numbers, Part, PrefillProgress, RaceDone
 from dflash_mlx.app.settings import Settings
 
-STILL_LOADING = "The model is still loading. Your message stays in the box."
-STILL_ANSWERING = "An answer is being written: Esc stops it. Your message stays in the box."
-NO_MODEL = "No model is loaded, so nothing can be asked. Ctrl+Q quits."
+NO_MODEL = "No model is loaded, so nothing can be asked. F2 or /models chooses one."
+NO_ENGINE = "The engine has ended, so nothing can be asked. Ctrl+Q quits; start the chat again."
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A message that waits for its turn. Its clocks start when it is sent: the wait before it was the user's wish."""
+
+    text: str
 
 
 class Session:
     """One conversation with one engine.
 
-    card:    what was loaded; None before that.
-    broken:  the engine said that no question can be asked any more.
+    card:    what is loaded; None if nothing is.
+    loading: number of the load that runs.
+    racing:  number of the race that runs.
     numbers: of the running or the last turn.
+    waiting: messages to be sent, the next one first; `held` after a stop, until the user goes on.
     """
 
-    def __init__(self, engine: Engine, load: LoadModel, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, keeper: Keeper) -> None:
         self.settings = settings
-        self.conversation = Conversation()
+        self.keeper = keeper
+        self.conversation = keeper.new("", settings.system)
         self.card: ModelCard | None = None
-        self.broken = False
+        self.loading: int | None = None
+        self.racing: int | None = None
         self.numbers = Numbers()
+        self.baseline: Baseline | None = None
+        self.waiting: list[Waiting] = []
+        self.held = False
         self._engine = engine
-        self._load = load
+        self._load = LoadModel()
+        self._number = 0
+
+    # The model --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine and load. Slow things happen in its thread."""
+        """Start the engine, which imports MLX in its own thread."""
         self._engine.start()
+
+    def load(self, job: LoadModel) -> None:
+        """Stop whatever runs and load another pair. The conversation stays; its next turn is read anew."""
+        self.stop()
+        self._number += 1
+        self._load, self.loading = replace(job, number=self._number), self._number
+        self.card, self.baseline = None, None
         self._engine.submit(self._load)
+
+    def loaded(self, card: ModelCard) -> None:
+        self.card, self.loading = card, None
+
+    def not_loaded(self) -> None:
+        """Loading was cancelled or failed: there is no model now."""
+        self.card, self.loading = None, None
+        self.held = bool(self.waiting)
+
+    # Asking -----------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """A message would have to wait."""
+        return self.loading is not None or self.racing is not None or self.conversation.open_turn is not None
 
     @property
     def refusal(self) -> str:
-        """Why nothing can be asked now, for the user; empty if it can."""
-        if self.broken:
-            return NO_MODEL
-        if self.card is None:
-            return STILL_LOADING
-        return STILL_ANSWERING if self.conversation.open_turn is not None else ""
+        """Why nothing can be asked, now or later, for the user; empty if it can."""
+        if not self._engine.is_alive():
+            return NO_ENGINE
+        return "" if self.card is not None or self.loading is not None else NO_MODEL
 
     def ask(self, question: str, requested_at: float | None = None) -> Turn:
-        """Open a turn and send it, with all that was said before. Only without a `refusal`.
+        """Open a turn and send it, with all that was said before. Only if not `busy`, and without a `refusal`.
 
         Args:
             requested_at: `time.perf_counter()` when the user asked; None is now.
         """
         if requested_at is None:
             requested_at = time.perf_counter()
-        turn = self.conversation.ask(question)
+        self._number += 1
+        turn = self.conversation.ask(question, self._number)
         self.numbers = Numbers(asked_mode=self.settings.mode, reading=0.0)
+        self.keeper.asked(turn, self.card.model if self.card is not None else "")
         messages = self.conversation.messages(self.settings.system)
         self._engine.submit(Ask(turn.number, messages, self.settings, requested_at))
         return turn
+
+    def wait(self, text: str) -> None:
+        """Send `text` after what is running and what waits already."""
+        self.waiting.append(Waiting(text))
+        self.held = False
+
+    def next_waiting(self) -> str | None:
+        """Take the next message if it can be sent now."""
+        if self.busy or self.held or not self.waiting or self.refusal:
+            return None
+        return self.waiting.pop(0).text
+
+    def drop_waiting(self) -> bool:
+        """Forget what waits; False if nothing did."""
+        dropped, self.waiting, self.held = bool(self.waiting), [], False
+        return dropped
+
+    def take_back(self) -> str | None:
+        """Out of the queue again: the message that was sent last."""
+        text = self.waiting.pop().text if self.waiting else None
+        self.held = self.held and bool(self.waiting)
+        return text
+
+    # What the engine said ---------------------------------------------------------------------------------
 
     def read(self, progress: PrefillProgress) -> None:
         """The prompt has been read this far."""
         self.numbers = replace(self.numbers, reading=progress.done / max(progress.total, 1))
 
-    def fail(self, number: int) -> None:
-        """Turn `number` ended with an error."""
-        self.conversation.finish(number, "failed")
-        self.numbers = replace(self.numbers, reading=None)
+    def write(self, number: int, parts: Iterable[Part]) -> None:
+        """The answer of turn `number` grew."""
+        if self.conversation.append(number, parts) and (turn := self.conversation.open_turn) is not None:
+            self.keeper.grew(turn)
+
+    def finish(self, number: int, state: End, closing: str, numbers: Numbers) -> Turn | None:
+        """Turn `number` has ended; None if it was not open."""
+        turn = self.conversation.finish(number, state, closing, numbers)
+        if turn is not None:
+            self.numbers = replace(numbers, reading=None)
+            self.baseline = Baseline.of_turn(numbers) or self.baseline
+            self.held = bool(self.waiting) and state in ("cancelled", "failed")
+            self.keeper.finished(turn)
+        return turn
 
     def is_open(self, number: int) -> bool:
         """Whether turn `number` is being answered; events of any other turn are late and to be ignored."""
         turn = self.conversation.open_turn
         return turn is not None and turn.number == number
 
+    @property
+    def context_used(self) -> int:
+        """Positions that the conversation takes, as of its newest answer."""
+        return context_tokens(self.numbers)
+
+    # Going back -------------------------------------------------------------------------------------------
+
     def stop(self) -> bool:
-        """Stop the running turn after its cycle; False if none runs."""
+        """Stop what runs after its cycle, or loading between its steps; False if nothing runs."""
+        running = self.busy
+        if running:
+            self._engine.cancel(self._number)
+        return running
+
+    def undo(self) -> Turn | None:
+        """Take back the last, closed turn; None if there is none."""
+        turn = self.conversation.undo()
+        if turn is not None:
+            self.keeper.dropped(turn.number)
+            last = self.conversation.turns[-1].numbers if self.conversation.turns else None
+            self.numbers = last or Numbers()
+        return turn
+
+    def clear(self) -> None:
+        """Stop the answer and begin another chat. The cache finds out: it keeps what the next prompt shares."""
+        self._leave()
+        self._show(self.keeper.new(self.card.model if self.card is not None else "", self.settings.system))
+
+    def resume(self, id: str) -> None:
+        """Go on with a saved chat.
+
+        Raises:
+            StoreError: it cannot be read; the conversation stays, though what ran has been stopped.
+        """
+        self._leave()
+        chat = self.keeper.open(id)
+        self._show(chat.conversation)
+        self.settings = replace(self.settings, system=chat.settings_system)
+
+    def _leave(self) -> None:
+        """End what runs in this conversation."""
         turn = self.conversation.open_turn
         if turn is not None:
             self._engine.cancel(turn.number)
-        return turn is not None
+            self.finish(turn.number, "cancelled", "left before its end", self.numbers)
+        self.drop_waiting()
 
-    def clear(self) -> None:
-        """Stop, and forget what was said. The cache finds out by itself: it keeps what the next prompt shares."""
-        self.stop()
-        self.conversation.clear()
-        self.numbers = Numbers()
+    def _show(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        last = conversation.turns[-1].numbers if conversation.turns else None
+        self.numbers = last or Numbers()
+
+    def close(self) -> None:
+        """The app ends: an answer that is being written is kept as far as it came."""
+        turn = self.conversation.open_turn
+        if turn is not None:
+            self.finish(turn.number, "cancelled", "the chat was closed; this much is kept", self.numbers)
+        self.keeper.close()
+
+    # Settings and races -----------------------------------------------------------------------------------
+
+    def change(self, settings: Settings) -> None:
+        """Use these settings from the next message on."""
+        if settings.system != self.settings.system:
+            self.keeper.system(settings.system)
+        self.settings = settings
+
+    def race(self, question: str = "") -> tuple[int, str] | None:
+        """Race `question`, or the last one if it is empty. Returns the race's number and the question; None if there
+        is no question yet. Only if not `busy`."""
+        turns = self.conversation.turns
+        messages = self.conversation.messages(self.settings.system)
+        if not question:
+            if not turns:
+                return None
+            question = turns[-1].user
+            messages = _before_answer(messages, answered=bool(turns[-1].answer))
+        self._number += 1
+        self.racing = self._number
+        self._engine.submit(Race(self._number, (*messages, ("user", question)), self.settings))
+        return self._number, question
+
+    def raced(self, race: RaceDone | None = None) -> None:
+        """The race has ended; None: without a result."""
+        self.racing = None
+        if race is not None:
+            self.baseline = Baseline.of_race(race) or self.baseline
+
+
+def _before_answer(messages: Messages, *, answered: bool) -> Messages:
+    """Without the last question and its answer, if that turn is part of the history at all."""
+    return messages[:-2] if answered else messages

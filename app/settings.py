@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from dflash_mlx.app.places import Places
 
 MODES = ("auto", "dflash", "plain")
+THEMES = ("dark", "light")
+_WORDS = {float: "a number", int: "a whole number", str: "a text in quotes", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -53,3 +61,69 @@ class Settings:
 def _check(good: bool, name: str, wanted: str, value: object) -> None:
     if not good:
         raise ValueError(f"{name} has to be {wanted}, got {value}.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user wrote into config.toml; the app never writes it.
+
+    theme = "light"
+
+    [defaults]          # keys of `Settings`; what the command line says comes first
+    temperature = 0.7
+    thinking = false
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    theme: str | None = None
+    """"dark" or "light"; None if it is not said."""
+
+
+def from_config(places: Places) -> Config:
+    """Read config.toml; all defaults if there is none.
+
+    Raises:
+        ValueError: it cannot be read, or has a key or value that means nothing; names file, key and what is allowed.
+    """
+    path = places.config_file
+    try:
+        record = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Config()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}). Make it readable, or move it away.") from error
+    except ValueError as error:  # TOML and UTF-8 errors; the first kind names line and column
+        raise ValueError(f"{path} is not TOML: {error}. Correct it, or move it away.") from error
+    try:
+        _known(record, ("theme", "defaults"), "at the top level")
+        theme = record.get("theme")
+        if theme is not None and theme not in THEMES:
+            raise ValueError(f"`theme` has to be one of {', '.join(THEMES)}, got {theme!r}.")
+        defaults = record.get("defaults", {})
+        if not isinstance(defaults, dict):
+            raise ValueError(f"`defaults` has to be a table, [defaults], got {defaults!r}.")
+        return Config(_settings(defaults), theme)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _settings(record: Mapping[str, Any]) -> Settings:
+    types = get_type_hints(Settings)
+    _known(record, tuple(types), "in [defaults]")
+    for name, value in record.items():
+        allowed = [kind for kind in get_args(types[name]) or (types[name],) if kind is not NoneType]
+        if float in allowed:
+            allowed.append(int)
+        if type(value) not in allowed:  # a bool is an int for isinstance
+            wanted = _WORDS[allowed[0]]
+            raise ValueError(f"`{name}` in [defaults] has to be {wanted}, got {value!r}.")
+    try:
+        return Settings(**record)
+    except ValueError as error:
+        raise ValueError(f"[defaults]: {error}") from error
+
+
+def _known(record: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    for name in record:
+        if name not in allowed:
+            raise ValueError(f"`{name}` {where} is not a key; the keys there are {', '.join(allowed)}.")

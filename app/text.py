@@ -14,15 +14,29 @@ _VISIBLE: dict[int, str | None] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     0x7F: "\u2421",
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+    **dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"),  # would show other text than there is
     **dict.fromkeys([0x0A, 0x0B, 0x0C, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029], "\n"),
     0x09: "    ",
     0x0D: None,
+    # What turns the direction of text around can make code read otherwise than it runs. A half of a character cannot be
+    # written to a terminal. What has no width and no shape could fill a line unseen.
+    **dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)], "\ufffd"),
+    **dict.fromkeys([0xAD, 0x180E, 0x200B, *range(0x2060, 0x2065), 0xFEFF, *range(0xE0000, 0xE0080)], None),
 }
+_PASTED: dict[int, str | None] = {**_VISIBLE, 0x09: "\t", **dict.fromkeys({*range(0x20), 0x7F} - {0x09, 0x0A}, None)}
 
 
 def visible(text: str) -> str:
-    """Foreign text without anything that a terminal would obey."""
+    """Foreign text without anything that a terminal would obey, and without what misleads a reader."""
     return text.translate(_VISIBLE)
+
+
+def pasted(text: str) -> str:
+    """Foreign text for the clipboard: the same, but tabs stay, and control characters leave no trace.
+
+    With them a paste could end the bracket around it and run as a command.
+    """
+    return text.translate(_PASTED)
 
 
 def rate(tokens_per_s: float | None) -> str:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BufferedReader
 from typing import TextIO
 
 from dflash_mlx.app.jobs import LoadModel
-from dflash_mlx.app.settings import Settings
+from dflash_mlx.app.metrics import MetricsLog
+from dflash_mlx.app.places import Places
+from dflash_mlx.app.settings import Settings, from_config
 from dflash_mlx.cli import (
     INTERRUPTED,
     add_model_arguments,
@@ -23,6 +27,9 @@ from dflash_mlx.cli import (
     load_options,
 )
 
+DEMO = "demo"
+NEWEST = ""
+"""What `--resume` alone asks for."""
 QUIT_TIMEOUT_S = 5.0
 """How long quitting waits for the cycle that runs. A cycle of the demo pair takes about 0.1 s."""
 
@@ -31,15 +38,22 @@ def parser() -> argparse.ArgumentParser:
     """The command line; models and decoding are said as in `dflash_mlx.generate`."""
     made = argparse.ArgumentParser(
         prog="python -m dflash_mlx.chat",
-        description="Chat in the terminal. With --print, -p or piped input: one answer as plain text on stdout, "
+        description="Chat in the terminal; without --model it begins with a choice of the models on this machine. With "
+        "--print, --json, -p or piped input: one answer on stdout, by the demo pair unless --model says otherwise, "
         "statistics on stderr.",
     )
     add = made.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; the same as -p")
     add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="answer this and exit")
     add("--print", action="store_true", dest="plain", help="plain text: the prompt or stdin in, the answer out")
+    add("--json", action="store_true", help="one JSON object an answer instead of text, as `generate --json` prints it")
     add("--system", "--system-prompt", default="", metavar="TEXT", help="a system message before the first one")
+    add("--resume", nargs="?", const=NEWEST, metavar="ID", help="go on with a saved chat; without ID the newest one")
+    add("--no-save", action="store_true", help="do not keep this chat on disk")
+    add("--no-metrics", action="store_true", help="do not append the numbers of its turns to the metrics file")
     add_model_arguments(made)
+    add("--demo", dest="model", action="store_const", const=DEMO, help="the same as --model demo")
+    made.set_defaults(model=None)
     add_sampling_arguments(made, Settings().max_tokens)
     return made
 
@@ -57,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
-    made = parser()
+    made, places = parser(), Places.default()
+    problem = _use_config(made, places)
     args = made.parse_args(argv)
+    if problem:
+        made.error(problem)
     check_model_arguments(made, args)
     if args.prompt is not None and args.prompt_option is not None:
         made.error("give the prompt once, either after -p or alone")
@@ -77,23 +94,60 @@ def _chat(argv: Sequence[str] | None, launched_at: float) -> int:
         )
     except ValueError as error:
         made.error(str(error))
-    load = LoadModel(args.model, launched_at=launched_at, **load_options(args))
+    load = LoadModel(args.model or DEMO, launched_at=launched_at, **load_options(args))
     prompt: str | None = args.prompt if args.prompt is not None else args.prompt_option
 
-    if prompt is not None or args.plain or not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
-        return _print_one(load, settings, prompt)
+    if prompt is not None or args.plain or args.json or not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
+        if args.resume is not None:
+            made.error("--resume goes on with a saved chat in the app, which needs a terminal and no prompt")
+        return _print_one(load, settings, prompt, as_json=args.json, metrics=_metrics(args, places))
     if find_spec("textual") is None:
         from dflash_mlx.app import plain
 
         sys.stderr.write("Textual is not installed (`pip install textual`), so this is the plain chat.\n")
-        return plain.run(load, settings, plain.typed_lines())
-    return _open_app(load, settings)
+        return plain.run(load, settings, plain.typed_lines(), metrics=_metrics(args, places))
+    return _open_app(load, settings, args)
 
 
-def _print_one(load: LoadModel, settings: Settings, prompt: str | None) -> int:
+def _names_a_model(args: argparse.Namespace) -> bool:
+    """Whether something is to be loaded at once: a model, or what belongs to one (the demo unless another is named)."""
+    named = (args.model, args.gguf, args.revision, args.draft_revision)
+    return any(name is not None for name in named) or args.draft not in ("auto", "none")
+
+
+def _use_config(made: argparse.ArgumentParser, places: Places) -> str:
+    """Take what config.toml says for what the command line does not; returns what is wrong with it, or nothing."""
+    try:
+        configured = from_config(places).settings
+    except ValueError as error:
+        return str(error)
+    made.set_defaults(
+        temp=configured.temperature,
+        top_p=configured.top_p,
+        min_p=configured.min_p,
+        top_k=configured.top_k,
+        max_tokens=configured.max_tokens,
+        block_size=configured.block_size,
+        mode=configured.mode,
+        system=configured.system,
+        seed=configured.seed,
+        think=configured.thinking,
+    )
+    return ""
+
+
+def _metrics(args: argparse.Namespace, places: Places) -> MetricsLog | None:
+    return None if args.no_metrics else MetricsLog(places.metrics)
+
+
+def _print_one(
+    load: LoadModel, settings: Settings, prompt: str | None, *, as_json: bool, metrics: MetricsLog | None
+) -> int:
     from dflash_mlx.app import plain
 
     try:
+        if prompt is not None and _input_waits():
+            sys.stderr.write("note: there is a prompt in the arguments, so what was piped in is not read.\n")
         if prompt is None:
             if _is_terminal(sys.stdin):
                 sys.stderr.write("Type the message, then Ctrl-D.\n")
@@ -105,9 +159,20 @@ def _print_one(load: LoadModel, settings: Settings, prompt: str | None) -> int:
     if not prompt.strip():
         sys.stderr.write("There is no prompt: give one with -p, or pipe it in.\n")
         return 1
-    code = plain.run(load, settings, iter([prompt.strip()]))
+    code = plain.run(load, settings, iter([prompt.strip()]), as_json=as_json, metrics=metrics)
     _detach_closed_stdout()
     return code
+
+
+def _input_waits() -> bool:
+    """Whether something was piped in. A pipe whose writer is slower than this question is not noticed."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return False
+    try:
+        readable, _, _ = select.select([sys.stdin], [], [], 0)
+        return bool(readable) and isinstance(buffer := sys.stdin.buffer, BufferedReader) and bool(buffer.peek(1))
+    except (OSError, ValueError):  # no real file
+        return False
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -125,15 +190,24 @@ def _detach_closed_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _open_app(load: LoadModel, settings: Settings) -> int:
+def _open_app(load: LoadModel, settings: Settings, args: argparse.Namespace) -> int:
     from dflash_mlx.app.app import ChatApp
     from dflash_mlx.app.text import visible
 
-    app = ChatApp(load, settings)
+    app = ChatApp(
+        load if _names_a_model(args) else None,
+        settings,
+        resume=args.resume,
+        save=not args.no_save,
+        metrics=not args.no_metrics,
+        options=load,
+    )
     app.run()
     finished = app.close_engine(QUIT_TIMEOUT_S)
     for text in app.tracebacks:
         sys.stderr.write(text)
+    if app.last_words:
+        sys.stderr.write(f"{app.last_words}\n")
     code = app.return_code or 0
     if app.failure is not None:
         sys.stderr.write(f"{visible(app.failure.title)}: {visible(app.failure.body)}\n")

@@ -14,9 +14,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import mlx.core as mx
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:  # the chat's window writes files too, and must not wait for MLX
+    import mlx.core as mx
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -89,6 +92,8 @@ def save_weights(path: Path, weights: Mapping[str, mx.array], metadata: Mapping[
     Raises:
         OSError: it cannot be written, or was cut short. MLX reports a full disk as a RuntimeError, or not at all.
     """
+    import mlx.core as mx
+
     try:
         mx.save_safetensors(str(path), dict(weights), metadata={"format": "mlx", **(metadata or {})})
     except RuntimeError as error:

@@ -3,6 +3,7 @@
 hub = FakeHub(tmp_path); hub.install(monkeypatch)
 hub.add("org/model", folder, card={"base_model": "org/base"})
 hub.asked      what was asked for, in order: ("info", "org/model"), ("head", ...), ("get", ...), ("snapshot", ...)
+hub.each_file = f  called before each file of a download, whose bytes are told to its bar behind it
 hub.down = True    nothing is answered any more; what was fetched before stays in the cache
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +41,7 @@ class FakeHub:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[tuple[str, str]] = []
         self.revisions: list[str | None] = []
+        self.each_file: Callable[[], None] = lambda: None
 
     def add(self, name: str, folder: Path, **what: Any) -> None:
         self.repositories[name] = Repository(folder, **what)
@@ -93,10 +96,16 @@ class FakeHub:
                 raise LocalEntryNotFoundError("not in the cache")
             return str(folder)
         found = self._answer("snapshot", name, how["revision"])
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        on_way, on_disk = (
+            how["tqdm_class"](desc=what, total=0, unit="B") for what in ("Downloading", "Reconstructing")
+        )
         for path in found.folder.iterdir():
             if path.is_file() and any(fnmatch(path.name, pattern) for pattern in how["allow_patterns"]):
+                self.each_file()
+                on_way.update(path.stat().st_size)
                 shutil.copy(path, folder)
+                on_disk.update(path.stat().st_size)
         if found.card and "README.md" in how["allow_patterns"]:
             (folder / "README.md").write_text(f"---\n{json.dumps(found.card)}\n---\n")
         return str(folder)

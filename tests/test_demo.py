@@ -228,7 +228,7 @@ def test_a_complete_folder_is_used_without_asking_anybody(
         raise AssertionError("asked although the folder is complete")
 
     monkeypatch.setattr(demo, "find_or_fetch_gguf", never)
-    monkeypatch.setattr(demo, "convert", never)
+    monkeypatch.setattr(gguf_module, "convert", never)
     assert demo.target_folder(cache_dir=tmp_path / "cache") == folder
 
 

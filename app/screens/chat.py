@@ -1,268 +1,211 @@
-"""The chat: shows the conversation and turns keys, commands and engine events into changes of it.
+"""The chat's window: turns what is typed, keys and engine events into actions.
 
-State lives in `Session`; widgets only show it. Events of a turn that is no longer open (after /clear, say) are
-ignored by their turn number.
+State lives in `Session`; widgets only show it. The actions are those of the table in `actions`: about turns in `talk`,
+with a screen of their own in `dialogs`; what the window is made of is in `view`.
 """
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on
-from textual.app import ComposeResult
-from textual.binding import Binding
-from textual.containers import Horizontal
 from textual.content import Content
-from textual.screen import Screen
-from textual.widgets import Static
+from textual.widgets import TextArea
 
-from dflash_mlx.app import commands
-from dflash_mlx.app.engine import Engine
+from dflash_mlx.app import actions, commands
 from dflash_mlx.app.envelope import EngineMessage
-from dflash_mlx.app.jobs import LoadModel
 from dflash_mlx.app.messages import (
     Chunk,
     CycleTick,
     EngineFailed,
+    LoadCancelled,
+    ModelCard,
     ModelLoading,
     ModelReady,
+    Noticed,
     PrefillProgress,
+    RaceCancelled,
+    RaceDone,
     TurnDone,
 )
-from dflash_mlx.app.screens.help import HelpScreen
-from dflash_mlx.app.session import Session
-from dflash_mlx.app.settings import Settings
-from dflash_mlx.app.text import closing_line, pair_name, prefill_line, visible
+from dflash_mlx.app.screens.dialogs import Dialogs
+from dflash_mlx.app.screens.view import HINT_ROWS
 from dflash_mlx.app.widgets.answer_markdown import AnswerMarkdown
+from dflash_mlx.app.widgets.answer_parser import code_blocks
 from dflash_mlx.app.widgets.prompt import Prompt
-from dflash_mlx.app.widgets.stats_bar import StatsBar
-from dflash_mlx.app.widgets.transcript import Transcript
-from dflash_mlx.app.widgets.turn import AnswerTurn
-from dflash_mlx.app.widgets.welcome import Welcome
-
-if TYPE_CHECKING:
-    from dflash_mlx.app.app import ChatApp
 
 HOW_TO_QUIT = "Nothing to stop or copy. Ctrl+Q quits."
 
 
-class ChatScreen(Screen[None]):
-    """Class `-chatting` once there is a turn to show; `-short` and `-narrow` by the terminal's size."""
+class ChatScreen(Dialogs):
+    """One window with one conversation."""
 
-    CSS_PATH: ClassVar = [
-        "chat.tcss",
-        "../widgets/prompt.tcss",
-        "../widgets/stats_bar.tcss",
-        "../widgets/transcript.tcss",
-        "../widgets/turn.tcss",
-        "../widgets/welcome.tcss",
-    ]
-    AUTO_FOCUS = "Prompt"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (64, "-wide")]  # noqa: RUF012 (the base declares it unannotated)
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (32, "-roomy")]  # noqa: RUF012
-    BINDINGS: ClassVar = [
-        Binding("escape", "stop", "Stop", show=False),
-        Binding("ctrl+c,super+c", "interrupt", "Copy or stop", show=False),
-        Binding("ctrl+l", "clear", "New conversation", show=False),
-        Binding("ctrl+r", "regenerate", "Answer again", show=False),
-        Binding("f1", "help", "Help", show=False),
-    ]
-
-    def __init__(self, engine: Engine, load: LoadModel, settings: Settings) -> None:
-        super().__init__()
-        self.session = Session(engine, load, settings)
-        self._answer: AnswerTurn | None = None
-
-    def compose(self) -> ComposeResult:
-        with Horizontal(id="header"):
-            yield Static("dflash", id="name")
-            yield Static("", markup=False, id="pair")
-        yield Welcome()
-        yield Transcript()
-        yield Static("", markup=False, id="hint")
-        yield Prompt()
-        yield StatsBar()
+    BINDINGS: ClassVar = actions.bindings()
 
     def on_mount(self) -> None:
         self.show_numbers()
         # After the first paint: the thread imports MLX, which takes seconds (D9).
-        self.call_after_refresh(self.session.start)
+        self.call_after_refresh(self.chat_app.begin)
 
-    # What the user does -----------------------------------------------------------------------------------
+    # What is typed ----------------------------------------------------------------------------------------
 
     @on(Prompt.Submitted)
     async def _submitted(self, event: Prompt.Submitted) -> None:
-        prompt = self.query_one(Prompt)
-        match commands.parse(event.text, self.session.settings, self.session.card):
-            case commands.Say(text=text):
-                if text and await self.ask(text, event.pressed_at):
-                    prompt.clear()
-            case commands.Do(what=what):
-                prompt.clear()
-                await self.run_action(f"screen.{what}")
-            case commands.Change(settings=settings, said=said):
-                prompt.clear()
-                self.session.settings = settings
-                self.show_numbers()
-                self.hint(f"{said[:1].upper()}{said[1:]}, from the next message on.")
-            case commands.Look(dark=dark):
-                prompt.clear()
-                self.app.theme = "dflash-dark" if dark else "dflash-light"
-            case commands.Hint(text=text):
-                self.hint(text)
-
-    async def ask(self, question: str, requested_at: float) -> bool:
-        """Send a question asked at `requested_at`; False, with a hint, if that is not possible now."""
-        refusal = self.session.refusal
-        self.hint(refusal)
-        if refusal:
-            return False
-        turn = self.session.ask(question, requested_at)
-        self.show_numbers()
-        self.add_class("-chatting")
-        self._answer = await self.query_one(Transcript).add_turn(turn.number, question)
-        self._answer.say("reading the prompt")
-        self.query_one(Prompt).set_busy(True)
-        return True
+        command = commands.parse(event.text, self.session.settings, self.session.card)
+        if isinstance(command, commands.Say):
+            if await self.say(command.text, event.pressed_at):
+                self.prompt.clear()
+            return
+        if isinstance(command, commands.Hint):
+            self.hint(command.text)
+            return
+        self.leave_editing()
+        self.history.add(event.text)
+        self.hint("")
+        if isinstance(command, commands.Change):
+            self.change(command.settings, command.said)
+        elif command.value:
+            await getattr(self, f"command_{command.name}")(command.value)
+        else:
+            await self.run_action(f"screen.{command.name}")
 
     @on(Prompt.Edited)
     def _edited(self) -> None:
         self.hint("")
 
+    @on(TextArea.Changed)
+    def _text_changed(self) -> None:
+        """Commands that begin like this one."""
+        rows = commands.completions(self.prompt.text)
+        if rows:
+            lines = [Content.assemble((f"{command}  ", "bold"), (said, "$quiet")) for command, said in rows]
+            if len(lines) > HINT_ROWS:
+                lines = [*lines[: HINT_ROWS - 1], Content(f"and {len(rows) - HINT_ROWS + 1} more; F1 lists them all")]
+            self.hint(Content("\n").join(lines))
+
+    @on(Prompt.Recall)
+    def _recall(self, event: Prompt.Recall) -> None:
+        self.recall(event.direction)
+
     @on(AnswerMarkdown.LinkRefused)
     def _link_refused(self, event: AnswerMarkdown.LinkRefused) -> None:
         self.hint(f"Not opened, only http and https links are: {event.href[:60]}")
 
-    def action_stop(self) -> None:
-        if self.session.stop() and self._answer is not None:
-            self._answer.say("stopping")
+    # Copying ----------------------------------------------------------------------------------------------
+
+    def copy(self, text: str, said: str) -> None:
+        self.app.copy_to_clipboard(text)
+        self.hint(said)
 
     def action_interrupt(self) -> None:
         """Ctrl+C: copy, else stop, else say how to quit."""
         selected = self.get_selected_text()
         if selected:
-            self.app.copy_to_clipboard(selected)
+            self.copy(selected, "Copied.")
             self.clear_selection()
-            self.hint("Copied.")
-        elif self.session.conversation.open_turn is not None:
+        elif self.session.busy:
             self.action_stop()
         else:
             self.hint(HOW_TO_QUIT)
 
-    async def action_clear(self) -> None:
-        self.session.clear()
-        if self._answer is not None:
-            await self._answer.finish("")
-            self._answer = None
-        await self.query_one(Transcript).clear()
-        self.remove_class("-chatting")
-        self.query_one(Prompt).set_busy(False)
-        self.show_numbers()
+    def action_copy_answer(self) -> None:
+        if answer := self._last_answer:
+            self.copy(answer, "The answer is copied.")
+        else:
+            self.hint("There is no answer to copy.")
 
-    async def action_regenerate(self) -> None:
-        pressed_at = time.perf_counter()
-        refusal = self.session.refusal
-        question = None if refusal else self.session.conversation.take_last_question()
-        if question is None:
-            self.hint(refusal or "There is no answer to write again.")
-            return
-        await self.query_one(Transcript).drop_last_turn()
-        await self.ask(question, pressed_at)
+    def action_copy_code(self) -> None:
+        if blocks := code_blocks(self._last_answer):
+            self.copy(blocks[-1], "The last code block is copied.")
+        else:
+            self.hint("The last answer has no code block.")
 
-    @on(Prompt.HelpWanted)
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen())
+    @property
+    def _last_answer(self) -> str:
+        """The newest answer, as far as it is written; empty if there is none."""
+        answers = (turn.shown.strip("\n") for turn in reversed(self.session.conversation.turns))
+        return next((answer for answer in answers if answer.strip()), "")
+
+    # The look ---------------------------------------------------------------------------------------------
+
+    def action_fold_thinking(self) -> None:
+        self.chat_app.remember(fold_thinking=not self.chat_app.state.fold_thinking)
+        self.show_state()
+
+    def action_origins(self) -> None:
+        self.chat_app.remember(origins=not self.chat_app.state.origins)
+        self.show_state()
+
+    async def action_verbose(self) -> None:
+        await self.command_verbose("off" if self.chat_app.state.verbose else "on")
+
+    async def command_verbose(self, value: str) -> None:
+        self.chat_app.remember(verbose=value == "on")
+        self.show_state()
+
+    async def action_theme(self) -> None:
+        await self.command_theme("light" if self.app.current_theme.dark else "dark")
+
+    async def command_theme(self, value: str) -> None:
+        self.app.theme = f"dflash-{value}"
+        self.chat_app.remember(theme=self.app.theme)
 
     async def action_quit(self) -> None:
         await self.app.action_quit()
-
-    def action_page(self, direction: int) -> None:
-        shown = self.query_one(Transcript if self.has_class("-chatting") else Welcome)
-        if direction < 0:
-            shown.scroll_page_up(animate=False)
-        else:
-            shown.scroll_page_down(animate=False)
-
-    def action_follow(self) -> None:
-        self.query_one(Transcript).follow()
 
     # What the engine does ---------------------------------------------------------------------------------
 
     async def on_engine_message(self, message: EngineMessage) -> None:
         match message.event:
+            case PrefillProgress() | Chunk() | CycleTick() | TurnDone() as event:
+                await self.turn_event(event)
             case ModelLoading(text=text, fraction=fraction):
-                self.query_one(Welcome).show_loading(text, fraction)
+                if self.session.loading is not None:
+                    self.show_loading(text, fraction)
             case ModelReady(card=card):
-                self.session.card = card
-                self.query_one(Welcome).show_ready(card)
-                self.hint(commands.misfit(self.session.settings, card))
-                self.query_one("#pair", Static).update(Content(visible(pair_name(card))))
+                await self._ready(card)
+            case LoadCancelled(number=number):
+                if number == self.session.loading:
+                    self.session.not_loaded()
+                    self.show_unloaded()
+                    self.chat_app.choose_model()
+            case RaceDone() as done:
+                self.session.raced(done)
                 self.show_numbers()
-            case PrefillProgress() as progress if answer := self._open_answer(progress.turn):
-                answer.say(prefill_line(progress))
-                self.session.read(progress)
-                self.show_numbers()
-            case Chunk(turn=number, text=text) if answer := self._open_answer(number):
-                self.session.conversation.append(number, text)
-                answer.say("writing")
-                await answer.write(text)
-            case CycleTick(turn=number, numbers=numbers) if self._open_answer(number):
-                self.session.numbers = numbers
-                self.show_numbers()
-            case TurnDone() as done:
-                await self._turn_done(done)
+                await self.send_waiting()
+            case RaceCancelled():
+                self.session.raced()
+                await self.send_waiting()
+            case Noticed(title=title, body=body):
+                await self.notice(title, body)
             case EngineFailed() as failed:
                 await self._engine_failed(failed)
 
-    def _open_answer(self, number: int) -> AnswerTurn | None:
-        """The widget of turn `number` if that turn is being answered."""
-        return self._answer if self.session.is_open(number) else None
-
-    async def _turn_done(self, done: TurnDone) -> None:
-        answer = self._open_answer(done.turn)
-        turn = self.session.conversation.finish(done.turn, done.reason)
-        if answer is None or turn is None:
-            return
-        self.session.numbers = done.numbers
+    async def _ready(self, card: ModelCard) -> None:
+        self.session.loaded(card)
+        self.chat_app.loaded(card)
+        self.welcome.show_ready(card)
+        if misfit := commands.misfit(self.session.settings, card):
+            self.hint(misfit)
+        self.show_names()
         self.show_numbers()
-        self.query_one(Prompt).set_busy(False)
-        await answer.finish(closing_line(done, empty=not turn.answer))
+        self.show_waiting()
+        if self.has_class("-chatting"):
+            await self.notice("Loaded", card.target)
+        await self.send_waiting()
 
     async def _engine_failed(self, failed: EngineFailed) -> None:
         if failed.details:
             self.chat_app.tracebacks.append(failed.details)
         if failed.fatal:
-            self.session.broken = True
             self.chat_app.failure = failed
-        if failed.fatal and not self.session.conversation.turns:
-            self.query_one(Welcome).show_failure(failed.title, failed.body)
-            return
-        if failed.turn is not None:
-            answer = self._open_answer(failed.turn)
-            if answer is None:
-                return
-            self.session.fail(failed.turn)
-            self.show_numbers()
-            await answer.finish("failed")
-        self.query_one(Prompt).set_busy(False)
-        await self.query_one(Transcript).add_notice(failed.title, failed.body, error=True)
-
-    # What is shown ----------------------------------------------------------------------------------------
-
-    @property
-    def chat_app(self) -> ChatApp:
-        from dflash_mlx.app.app import ChatApp
-
-        assert isinstance(self.app, ChatApp)
-        return self.app
-
-    def show_numbers(self) -> None:
-        session = self.session
-        self.query_one(StatsBar).show(session.numbers, session.card)
-
-    def hint(self, text: str) -> None:
-        """One line above the box; gone with the next key."""
-        hint = self.query_one("#hint", Static)
-        hint.update(Content(visible(text)))
-        hint.set_class(bool(text), "-shown")
+            self.session.not_loaded()
+            self.show_unloaded()
+            self.welcome.show_failure(failed.title, failed.body)
+        if failed.turn is not None and self.session.is_open(failed.turn):
+            await self.turn_failed(failed, failed.turn)
+        elif self.session.racing is not None:
+            self.session.raced()  # its screen says why
+        elif not failed.fatal or self.has_class("-chatting"):
+            await self.notice(failed.title, failed.body, error=True)
+        self.show_waiting()

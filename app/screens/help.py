@@ -1,35 +1,18 @@
-"""Keys, commands, and what the numbers mean."""
+"""Keys, commands, and what the numbers mean; what is loaded and set."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from textual.app import ComposeResult
-from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Static
-
-from dflash_mlx.app.commands import USAGE
+from dflash_mlx.app.actions import command_rows, key_rows
+from dflash_mlx.app.commands import setting_rows
+from dflash_mlx.app.messages import ModelCard
+from dflash_mlx.app.screens.sheet import Section, Sheet
+from dflash_mlx.app.settings import Settings
 from dflash_mlx.app.widgets.cycle_strip import ACCEPTED, OWN, REJECTED
-
-KEYS: tuple[tuple[str, str], ...] = (
-    ("Enter", "send"),
-    ("Ctrl+J", "new line"),
-    ("Esc", "stop; what was written stays"),
-    ("Ctrl+C", "copy the selection, or stop"),
-    ("Ctrl+R", "answer the last message again"),
-    ("Ctrl+L", "new conversation"),
-    ("PgUp PgDn", "scroll; Ctrl+End returns to the newest text"),
-    ("F1", "this page; Esc closes it"),
-    ("Ctrl+Q", "quit"),
-)
 
 MEANING: tuple[tuple[str, str], ...] = (
     ("generation only", "tokens after the first, over the time after the first"),
     ("prefill-inclusive", "all tokens, over the time since you pressed Enter"),
-    ("TTFT", "time to the first token, since you pressed Enter"),
+    ("TTFT", "time to the first token, since you pressed Enter; a message that waited: since it was sent"),
     ("tokens/cycle", "mean acceptance length: 1 + accepted / cycles that drafted"),
     ("acceptance", "draft tokens accepted / draft tokens proposed"),
     ("resting", "drafts do not pay on this text now: one token a cycle"),
@@ -37,42 +20,57 @@ MEANING: tuple[tuple[str, str], ...] = (
 )
 
 
-class Rows(Vertical):
-    """A heading and rows of two columns, the second one wrapping under itself."""
-
-    def __init__(self, title: str, rows: tuple[tuple[str, str], ...]) -> None:
-        super().__init__()
-        self._title = title
-        self._rows = rows
-
-    def compose(self) -> ComposeResult:
-        yield Static(self._title, classes="heading")
-        width = max(len(name) for name, _ in self._rows) + 2
-        for name, meaning in self._rows:
-            with Horizontal():
-                left = Static(Content(name), markup=False, classes="name")
-                left.styles.width = width
-                yield left
-                yield Static(Content(meaning), markup=False, classes="meaning")
-
-
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Sheet):
     """Opens over the chat, which goes on below."""
 
-    CSS_PATH = "help.tcss"
-    BINDINGS: ClassVar = [
-        Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
-        Binding("up", "scroll(-1)", show=False),
-        Binding("down", "scroll(1)", show=False),
+    def __init__(self) -> None:
+        super().__init__(
+            "dflash",
+            (("Keys", key_rows()), ("Commands", (*command_rows(), *setting_rows())), ("Numbers", MEANING)),
+        )
+
+
+def info(card: ModelCard | None, settings: Settings, chat_id: str | None) -> tuple[Section, ...]:
+    """Sections for a `Sheet`: what is loaded, and with what the next message is answered."""
+    return (("Model", model_rows(card)), ("From the next message on", setting_values(settings)), ("Chat", (
+        ("id", chat_id or "not saved"),
+    )))  # fmt: skip
+
+
+def model_rows(card: ModelCard | None) -> tuple[tuple[str, str], ...]:
+    """What is known of the loaded pair."""
+    if card is None:
+        return (("target", "none"),)
+    rows = [
+        ("target", card.model or card.target),
+        ("draft", card.draft or "none: plain decoding"),
+        ("block size", f"{card.block_size}, at most {card.largest_block}" if card.draft else ""),
+        ("context", f"{card.context_length:,} tokens" if card.context_length else ""),
+        ("target weights", _gb(card.target_gb)),
+        ("draft weights", _gb(card.draft_gb)),
+        ("memory", _gb(card.memory_gb)),
+        ("thinking", "can be switched" if card.thinks else "the template has no switch for it"),
+        *(("note", note) for note in card.notes),
     ]
+    return tuple((name, value) for name, value in rows if value)
 
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(id="sheet") as sheet:
-            sheet.border_title = "dflash"
-            sheet.border_subtitle = "Esc close"
-            yield Rows("Keys", KEYS)
-            yield Rows("Commands", USAGE)
-            yield Rows("Numbers", MEANING)
 
-    def action_scroll(self, lines: int) -> None:
-        self.query_one("#sheet", VerticalScroll).scroll_relative(y=lines, animate=False)
+def setting_values(settings: Settings) -> tuple[tuple[str, str], ...]:
+    """Every setting with its value in words."""
+    thinking = {None: "the model's default", True: "on", False: "off"}[settings.thinking]
+    return (
+        ("mode", settings.mode),
+        ("block size", "auto" if settings.block_size is None else str(settings.block_size)),
+        ("temperature", f"{settings.temperature:g}" + (" (greedy)" if settings.temperature == 0 else "")),
+        ("top_p", f"{settings.top_p:g}"),
+        ("top_k", str(settings.top_k)),
+        ("min_p", f"{settings.min_p:g}"),
+        ("seed", "off" if settings.seed is None else str(settings.seed)),
+        ("most tokens", "no limit" if settings.max_tokens == -1 else str(settings.max_tokens)),
+        ("thinking", thinking),
+        ("system prompt", settings.system or "the template's own"),
+    )
+
+
+def _gb(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} GB"

@@ -1,51 +1,21 @@
 """Markdown from a model: shown, never obeyed.
 
-Textual's Markdown turns links into click actions and table cells into tooltips. Here a link opens only if it
-is http or https, cells have no tooltips (a plain-string tooltip is parsed as markup), and HTML is shown as
-text instead of being dropped, so that `#include <stdio.h>` survives. A line break stays a line break: models do
-not wrap their text, so one that is there is meant (verse, addresses).
+Textual's Markdown turns links into click actions and table cells into tooltips. Here a link opens only if it is http or
+https, there are no tooltips (a plain-string one is parsed as markup), and HTML is shown as text instead of being
+dropped, so that `#include <stdio.h>` survives.
 """
 
 from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from markdown_it import MarkdownIt
-from markdown_it.rules_core import StateCore
 from textual import on
-from textual.app import ComposeResult
 from textual.message import Message
 from textual.widgets import Markdown
-from textual.widgets._markdown import MarkdownTable, MarkdownTableContent
 
-
-def _parser() -> MarkdownIt:
-    parser = MarkdownIt("gfm-like", {"html": False})
-    parser.core.ruler.push("keep_line_breaks", _keep_line_breaks)
-    return parser
-
-
-def _keep_line_breaks(state: StateCore) -> None:
-    for token in state.tokens:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type = "hardbreak"
-
-
-class _TableContent(MarkdownTableContent):
-    def compose(self) -> ComposeResult:
-        for cell in super().compose():
-            cell.tooltip = None
-            yield cell
-
-
-class _Table(MarkdownTable):
-    def compose(self) -> ComposeResult:
-        for content in super().compose():
-            if isinstance(content, MarkdownTableContent):
-                yield _TableContent(content.headers, content.rows)
-            else:
-                yield content
+from dflash_mlx.app.widgets.answer_blocks import BulletItems, Fence, OrderedItems
+from dflash_mlx.app.widgets.answer_parser import answer_parser
+from dflash_mlx.app.widgets.answer_table import Table
 
 
 def is_web_link(href: str) -> bool:
@@ -60,7 +30,14 @@ def is_web_link(href: str) -> bool:
 class AnswerMarkdown(Markdown):
     """The answer of a model."""
 
-    BLOCKS = {**Markdown.BLOCKS, "table_open": _Table}  # noqa: RUF012 (the base declares it unannotated)
+    BLOCKS = {  # noqa: RUF012 (the base declares it unannotated)
+        **Markdown.BLOCKS,
+        "bullet_list_open": BulletItems,
+        "ordered_list_open": OrderedItems,
+        "table_open": Table,
+        "fence": Fence,
+        "code_block": Fence,
+    }
 
     class LinkRefused(Message):
         """A clicked link was not opened."""
@@ -70,7 +47,7 @@ class AnswerMarkdown(Markdown):
             self.href = href
 
     def __init__(self) -> None:
-        super().__init__(parser_factory=_parser, open_links=False)
+        super().__init__(parser_factory=answer_parser, open_links=False)
 
     @on(Markdown.LinkClicked)
     def _open(self, event: Markdown.LinkClicked) -> None:

@@ -19,33 +19,64 @@ class Fact(NamedTuple):
     name: str
     value: str
     unit: str = ""
+    warning: bool = False
+    """Coloured as a warning; words say the same elsewhere."""
 
     def content(self) -> Content:
         before = f"{self.name} " if self.name else ""
         after = f" {self.unit}" if self.unit and self.unit != "%" else self.unit
-        return Content.assemble((before, "$quiet"), (self.value, "bold"), (after, "$quiet"))
+        value = (self.value, "bold $warning" if self.warning else "bold")
+        return Content.assemble((before, "$quiet"), value, (after, "$quiet"))
+
+
+def line(facts: Sequence[Fact]) -> Content:
+    """All of them on one line."""
+    parts: list[Content | tuple[str, str]] = []
+    for fact in facts:
+        parts += [(SEPARATOR, "$quiet"), fact.content()] if parts else [fact.content()]
+    return Content.assemble(*parts)
 
 
 def pack(facts: Sequence[Fact], width: int) -> list[Content]:
     """Fill lines of at most `width` cells, facts in order, never splitting one."""
-    lines: list[Content] = []
+    lines: list[list[Fact]] = []
     for fact in facts:
-        content = fact.content()
-        longer = Content.assemble(lines[-1], (SEPARATOR, "$quiet"), content) if lines else content
-        if lines and longer.cell_length <= width:
-            lines[-1] = longer
+        if lines and line([*lines[-1], fact]).cell_length <= width:
+            lines[-1].append(fact)
         else:
-            lines.append(content)
-    return lines
+            lines.append([fact])
+    return [line(facts_of_line) for facts_of_line in lines]
+
+
+def fitting(facts: Sequence[Fact], width: int) -> tuple[Fact, ...]:
+    """As many of the first facts as fit on one line of `width` cells; the first one always."""
+    kept = tuple(facts)
+    while len(kept) > 1 and line(kept).cell_length > width:
+        kept = kept[:-1]
+    return kept
 
 
 class Facts(Widget):
-    """Shows facts."""
+    """Shows facts. They change ten times a second, so the window is laid out anew only if their height changes."""
 
-    facts: reactive[tuple[Fact, ...]] = reactive((), layout=True)
+    facts: reactive[tuple[Fact, ...]] = reactive(())
 
     def render(self) -> Content:
-        return Content("\n").join(pack(self.facts, max(self.size.width, 1)))
+        return _packed(self.facts, self.size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(pack(self.facts, max(width, 1)))
+        """A fact that is wider than the widget is wrapped; nothing is cut off."""
+        return _height(self.facts, width)
+
+    def watch_facts(self, before: tuple[Fact, ...], now: tuple[Fact, ...]) -> None:
+        width = self.size.width
+        if _height(before, width) != _height(now, width):
+            self.refresh(layout=True)
+
+
+def _packed(facts: Sequence[Fact], width: int) -> Content:
+    return Content("\n").join(pack(facts, max(width, 1)))
+
+
+def _height(facts: Sequence[Fact], width: int) -> int:
+    return _packed(facts, width).get_height({}, max(width, 1))

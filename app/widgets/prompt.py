@@ -10,11 +10,13 @@ from textual.events import Key
 from textual.message import Message
 from textual.widgets import TextArea
 
+from dflash_mlx.app.commands import completions, unfinished
+
 NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
 """Ctrl+J works in every terminal; most cannot tell Shift+Enter from Enter."""
 
-IDLE_KEYS = ("Enter send · Ctrl+J new line · F1 help", "Enter send · F1 help")
-BUSY_KEYS = ("Esc stop · F1 help",)
+IDLE_KEYS = ("Enter send · Ctrl+J new line · Ctrl+P all actions · F1 help", "Enter send · F1 help")
+BUSY_KEYS = ("Esc stop · Enter sends when the answer is done · F1 help", "Esc stop · F1 help")
 
 
 class Prompt(TextArea):
@@ -43,6 +45,16 @@ class Prompt(TextArea):
     class HelpWanted(Message):
         """A question mark in the empty box."""
 
+    class EditorWanted(Message):
+        """Ctrl+X Ctrl+E, as in a shell."""
+
+    class Recall(Message):
+        """Up or Down where there is no line to go to: an earlier message is wanted (-1), or a later one (1)."""
+
+        def __init__(self, direction: int) -> None:
+            super().__init__()
+            self.direction = direction
+
     def __init__(self) -> None:
         super().__init__(
             soft_wrap=True,
@@ -51,10 +63,24 @@ class Prompt(TextArea):
             highlight_cursor_line=False,
             placeholder="Ask anything",
         )
+        self._recalled: str | None = None
+        self._chord = False
 
     def set_busy(self, busy: bool) -> None:
         self.set_class(busy, "-busy")
         self._show_keys()
+
+    def recall(self, text: str, title: str = "") -> None:
+        """Show an earlier message; Up and Down go on from it until it is changed. `title` says what Enter will do."""
+        self.text = text
+        self._recalled = text
+        self.border_title = title
+        self.move_cursor(self.document.end)
+
+    def set_text(self, text: str) -> None:
+        """Show `text` as if the user had written it."""
+        self.recall(text)
+        self._recalled = None
 
     def on_resize(self) -> None:
         self._show_keys()
@@ -65,18 +91,39 @@ class Prompt(TextArea):
         self.border_subtitle = next((line for line in keys if len(line) + 6 <= self.outer_size.width), keys[-1])
 
     async def _on_key(self, event: Key) -> None:
-        if event.key == "enter":
+        message = self._message_for(event)
+        # Without a selection Ctrl+X would cut the whole line.
+        self._chord = event.key == "ctrl+x" and not self.selected_text
+        if message is not None:
+            self.post_message(message)
+        if self._chord or (message is not None and not (isinstance(message, self.Edited) and event.is_printable)):
             event.stop()
             event.prevent_default()
-            self.post_message(self.Submitted(self.text))
-        elif event.key in NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.Edited())
+
+    def _message_for(self, event: Key) -> Message | None:
+        """What a key means here, beyond what it does in any text box; None if nothing."""
+        if event.key in NEWLINE_KEYS or (event.key == "enter" and unfinished(self.text)):
             self.insert("\n", maintain_selection_offset=False)
-        elif event.character == "?" and not self.text:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.HelpWanted())
-        elif event.is_printable:
-            self.post_message(self.Edited())
+            return self.Edited()
+        if event.key == "enter":
+            return self.Submitted(self.text)
+        if event.key == "tab" and self._complete():
+            return self.Edited()
+        if event.key == "ctrl+e" and self._chord:
+            return self.EditorWanted()
+        if event.key in ("up", "down") and (not self.text or self.text == self._recalled):
+            at_edge = self.cursor_at_first_line if event.key == "up" else self.cursor_at_last_line
+            return self.Recall(-1 if event.key == "up" else 1) if at_edge else None
+        if event.character == "?" and not self.text:
+            return self.HelpWanted()
+        return self.Edited() if event.is_printable else None
+
+    def _complete(self) -> bool:
+        """Tab: as much of a command's name as is certain."""
+        names = {command.split()[0] for command, _ in completions(self.text)}
+        if not names:
+            return False
+        first, last = min(names), max(names)
+        shared = next((i for i, letter in enumerate(first) if last[i : i + 1] != letter), len(first))
+        self.set_text(first + " " if len(names) == 1 else first[:shared])
+        return True

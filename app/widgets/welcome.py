@@ -14,7 +14,7 @@ WORDMARK = Content.assemble(("■■■", "$accent"), ("+", "$primary"), "  ", (
 
 
 class Welcome(VerticalScroll, can_focus=False):
-    """Scrolls where it does not fit. Classes: `-loading` (with a bar), `-ready`, `-error`."""
+    """Scrolls where it does not fit. Classes: `-loading` (with a bar), `-ready`, `-error`, `-idle`."""
 
     def __init__(self) -> None:
         super().__init__(classes="-loading")
@@ -32,8 +32,10 @@ class Welcome(VerticalScroll, can_focus=False):
 
     def show_loading(self, text: str, fraction: float | None) -> None:
         """Say what is being done; `fraction` 0..1, or None for a bar that only shows life."""
+        self._state("-loading")
         share = "" if fraction is None else f" · {fraction:.0%}"
         self._line.update(Content(visible(text) + share))
+        self._more.update(Content("Esc cancels"))
         if fraction is None:
             self._bar.update(total=None)
         else:
@@ -46,11 +48,17 @@ class Welcome(VerticalScroll, can_focus=False):
         ready = f"ready {seconds(card.ready_s)} s after the launch · ask anything, F1 shows the keys"
         self._more.update(Content(visible("\n\n".join([ready, *card.notes]))))
 
+    def show_idle(self) -> None:
+        """Nothing is loaded, and nothing is being loaded."""
+        self._state("-idle")
+        self._line.update(Content("No model is loaded"))
+        self._more.update(Content("F2 or /models chooses one"))
+
     def show_failure(self, title: str, body: str) -> None:
         self._state("-error")
         self._line.update(Content(visible(title)))
-        self._more.update(Content(visible(body)))
+        self._more.update(Content(visible(f"{body}\n\nF2 or /models chooses another model.")))
 
     def _state(self, state: str) -> None:
-        self.remove_class("-loading", "-ready", "-error")
+        self.remove_class("-loading", "-ready", "-error", "-idle")
         self.add_class(state)

@@ -14,17 +14,28 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.demo import artifact, manifest
 from dflash_mlx.demo.fetch import disk_error, find_or_fetch_gguf
-from dflash_mlx.demo.gguf import convert
 from dflash_mlx.demo.lock import exclusive
 from dflash_mlx.demo.progress import Progress, silent
-from dflash_mlx.demo.target import best_dtype, load_target
+
+if TYPE_CHECKING:
+    from dflash_mlx.demo.target import best_dtype, load_target
 
 __all__ = ["best_dtype", "converted_folder", "default_cache_dir", "draft_folder", "load_target", "target_folder"]
 
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1"
+
+
+def __getattr__(name: str) -> Any:
+    """What imports MLX, imported when it is first asked for: lists of models need the folders only."""
+    if name in ("best_dtype", "load_target"):
+        from dflash_mlx.demo import target
+
+        return getattr(target, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def target_folder(*, gguf: Path | None = None, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
@@ -42,6 +53,8 @@ def target_folder(*, gguf: Path | None = None, cache_dir: Path | None = None, pr
     folder = cache / _FOLDER
     if gguf is None and manifest.complete(folder, artifact.GGUF_SHA256):
         return folder
+    from dflash_mlx.demo.gguf import convert
+
     source = find_or_fetch_gguf(gguf, cache, tell)
     try:
         cache.mkdir(parents=True, exist_ok=True)

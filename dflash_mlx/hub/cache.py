@@ -55,10 +55,10 @@ def cached_snapshot(name: str, kind: Kind, revision: str | None) -> tuple[Path |
             )
         except errors.LocalEntryNotFoundError as error:
             found, certain = getattr(error, "snapshot_path", None), False
-    return (Path(found), certain) if found and _loadable(Path(found), kind) else (None, False)
+    return (Path(found), certain) if found and loadable(Path(found), kind) else (None, False)
 
 
-def _loadable(folder: Path, kind: Kind) -> bool:
+def loadable(folder: Path, kind: Kind) -> bool:
     """Whether config, tokenizer and every file that the index names are there.
 
     Older versions of huggingface_hub return a snapshot that was interrupted as if it were complete.

@@ -42,8 +42,8 @@ def read_card(path: Path) -> Card:
         return Card()
 
 
-def fetch_card(name: str) -> Card:
-    """A repository's card: the copy in the hub's cache, else the hub's.
+def fetch_card(name: str, ask: bool = True) -> Card:
+    """A repository's card: the copy in the hub's cache, else the hub's, or without `ask` an empty one.
 
     Raises:
         FetchError: the hub has to be asked and does not answer, or refuses.
@@ -52,5 +52,7 @@ def fetch_card(name: str) -> Card:
         held = cached_file(name, "README.md")
         if held is not None:
             return read_card(held)
+        if not ask:
+            return Card()
         info = hub.model_info(name, timeout=TIMEOUT_S)
     return Card.of(info.card_data.to_dict() if info.card_data else {}, info.tags or ())

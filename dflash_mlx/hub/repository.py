@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,12 +18,12 @@ import huggingface_hub as hub
 from huggingface_hub import errors
 
 from dflash_mlx.errors import CheckpointError, FetchError
-from dflash_mlx.hub.cache import IN_FOLDERS, TARGET, Kind, cached_file, cached_snapshot
+from dflash_mlx.hub.cache import TARGET, Kind, cached_file, cached_snapshot
 from dflash_mlx.hub.card import TIMEOUT_S, Card, fetch_card, read_card
+from dflash_mlx.hub.download import Progress, download
 from dflash_mlx.hub.errors import NoRepository, Unreachable, explained
 from dflash_mlx.hub.names import cached_repository
 
-Progress = Callable[[str, float | None], None]
 _QUANTIZED = ("quantization", "quantization_config")
 
 
@@ -107,8 +107,8 @@ class Source:
             found |= {key: tuple(tensor.shape) for key, tensor in head.tensors.items()}
         return found
 
-    def card(self) -> Card:
-        """Where the model comes from, as its README.md says; nothing if it says nothing.
+    def card(self, ask: bool = True) -> Card:
+        """Where the model comes from, as its README.md says; nothing if it says nothing, or is not here without `ask`.
 
         Raises:
             FetchError: the hub has to be asked and does not answer.
@@ -116,33 +116,28 @@ class Source:
         if self.listing is not None:
             return self.listing.card
         if self.folder is None:
-            return fetch_card(self.name)
+            return fetch_card(self.name, ask)
         path = self.folder / "README.md"
         repository = cached_repository(str(self.folder))
         if repository and not path.is_file():
-            return fetch_card(repository)
+            return fetch_card(repository, ask)
         found = read_card(path)
         if found.relation is None and not self.config().keys().isdisjoint(_QUANTIZED):
             return replace(found, relation="quantized")  # as converters leave it: they name what they read
         return found
 
     def fetch(self, tell: Progress) -> Path:
-        """The complete folder, downloaded if need be.
+        """The complete folder, downloaded if need be. What `tell` raises cancels that, and comes out here.
 
         Raises:
             FetchError: says what to do; what arrived is kept.
         """
         if self.folder is not None:
             return self.folder
-        size = sum(self.missing().values())
-        tell(f"Fetching {self.name} ({size / 1e9:.2f} GB)", None)
         patterns = [*self.kind.patterns, "README.md", "LICENSE*"]  # a converted copy takes them along
+        size = sum(self.missing().values())
         with explained(self.name, self.revision):
-            return Path(
-                hub.snapshot_download(
-                    self.name, revision=self.revision, allow_patterns=patterns, ignore_patterns=IN_FOLDERS
-                )
-            )
+            return download(self.name, self.revision, patterns, size, tell)
 
 
 def find(name: str, kind: Kind, revision: str | None = None) -> Source:

@@ -51,13 +51,14 @@ class _Step:
     bases: int
 
 
-def resolve(target: Source, draft: str = AUTO, revision: str | None = None) -> Resolution:
+def resolve(target: Source, draft: str = AUTO, revision: str | None = None, *, ask: bool = True) -> Resolution:
     """The draft for a target.
 
     Args:
         target: where it is; its own files are read, not fetched.
         draft: "auto", or a folder or repository.
         revision: of the draft; the registry's if None.
+        ask: whether the hub may be asked for model cards that are not here.
     """
     if draft == AUTO and target.name == registry.DEMO:
         return Resolution(registry.DEMO, "it is the demo's own", revision)
@@ -74,7 +75,7 @@ def resolve(target: Source, draft: str = AUTO, revision: str | None = None) -> R
         return _of(row, f"the registry lists it for {row.targets[0]}", revision)
     if target.folder is None and target.listing is None:
         return Resolution(None, f"the registry has none for {target.name}, and its model card cannot be had")
-    return _by_cards(target, revision)
+    return _by_cards(target, revision, ask)
 
 
 def _of(row: registry.Row, reason: str, revision: str | None, *notes: str) -> Resolution:
@@ -115,14 +116,14 @@ def _holds_draft(folder: Path) -> bool:
         return False
 
 
-def _by_cards(target: Source, revision: str | None) -> Resolution:
+def _by_cards(target: Source, revision: str | None, ask: bool) -> Resolution:
     """The draft of the nearest model that the target is derived from: breadth first, in the order of the cards."""
     seen, problems = [target.name.lower()], list[str]()
     level: list[tuple[str, tuple[_Step, ...]]] = [(target.name, ())]
     for _ in range(_DEPTH):
         following = []
         for name, path in level:
-            card = _card(target, name if path else None, problems)
+            card = _card(target, name if path else None, problems, ask)
             fresh = [base for base in card.bases if base.lower() not in seen]
             seen += [base.lower() for base in fresh]
             steps = [(*path, _Step(base, card.relation, len(card.bases))) for base in fresh]
@@ -136,7 +137,7 @@ def _by_cards(target: Source, revision: str | None) -> Resolution:
     return Resolution(None, "; ".join([f"the registry has none for {target.name}{known}", *problems]))
 
 
-def _card(target: Source, base: str | None, problems: list[str]) -> Card:
+def _card(target: Source, base: str | None, problems: list[str], ask: bool) -> Card:
     """The target's own card, else what its config names, or the card of a base; empty, and a problem, if out of reach.
 
     After the hub did not answer once it is not asked again: it may take its time for that.
@@ -145,8 +146,8 @@ def _card(target: Source, base: str | None, problems: list[str]) -> Card:
         return Card()
     try:
         if base is not None:
-            return fetch_card(base)
-        card = target.card()
+            return fetch_card(base, ask)
+        card = target.card(ask)
         named = target.config().get("_name_or_path") if target.folder is not None else None
         if not card.bases and isinstance(named, str) and named:
             return Card((named,))

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from scripted import FakeEngine, Script
 from textual.pilot import Pilot
@@ -18,10 +19,15 @@ from dflash_mlx.app.widgets.prompt import Prompt
 from dflash_mlx.app.widgets.transcript import Transcript
 from dflash_mlx.app.widgets.turn import AnswerTurn, Notice, UserTurn
 
+LOAD = LoadModel()
 
-def make_app(script: Script, settings: Settings | None = None) -> ChatApp:
+
+def make_app(
+    script: Script, settings: Settings | None = None, load: LoadModel | None = LOAD, **options: Any
+) -> ChatApp:
+    """An app over `script`. Its files are where the XDG variables say: conftest sends them to a folder of the test."""
     settings = settings or Settings(max_tokens=100_000)
-    app = ChatApp(LoadModel(), settings, engine=lambda post: FakeEngine(post, script))
+    app = ChatApp(load, settings, engine=lambda post: FakeEngine(post, script), **options)
     app.animation_level = "none"
     return app
 
@@ -103,9 +109,14 @@ class Chat:
 
 @asynccontextmanager
 async def running(
-    script: Script, size: tuple[int, int] = (80, 24), settings: Settings | None = None, *, ready: bool = True
+    script: Script,
+    size: tuple[int, int] = (80, 24),
+    settings: Settings | None = None,
+    *,
+    ready: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Chat]:
-    app = make_app(script, settings)
+    app = make_app(script, settings, **options)
     async with app.run_test(size=size) as pilot:
         chat = Chat(app, pilot, script)
         chat.prompt.cursor_blink = False

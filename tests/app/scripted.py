@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from dflash_mlx.app.backend import Backend, Pair, Progress
 from dflash_mlx.app.engine import EngineThread
-from dflash_mlx.app.jobs import Ask, Job
+from dflash_mlx.app.jobs import Ask, Job, LoadModel, Race
 from dflash_mlx.app.messages import Event
 
 BLOCK_SIZE = 4
@@ -29,6 +30,9 @@ class FakeStats:
     plain_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    host_syncs: int = 0
+    rechecked: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -47,6 +51,15 @@ class FakeTimings:
     tokens: int = 0
     cycles: int = 0
     prompt_tps: float | None = 80.0
+    draft_prefill_s: float = 0.0
+
+    @property
+    def prefill_s(self) -> float | None:
+        return 0.5
+
+    @property
+    def decode_s(self) -> float | None:
+        return 0.1 * self.cycles if self.tokens else None
 
     @property
     def ttft_s(self) -> float | None:
@@ -80,6 +93,12 @@ class FakeResponse:
     notes: tuple[str, ...] = ()
     peak_memory: float = 0.25
     recomputed_tokens: int = 0
+    token: int = 0
+    from_draft: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    pipelined: bool = False
+    draft_vocabulary: int | None = None
 
 
 @dataclass
@@ -87,6 +106,8 @@ class Answer:
     """One turn of the script."""
 
     text: str = "Hello."
+    reasoning: str | None = None
+    """Comes before the text, between markers, as a model that thinks writes it."""
     depths: tuple[int | None, ...] = (3, 1, 0, 2)
     """Accepted drafts of cycle 1, 2, ...; repeated. None is a plain step."""
     cycle_s: float = 0.0
@@ -104,15 +125,59 @@ class Answer:
     prefill_chunks: int = 1
     on_prefill: Callable[[int], None] = lambda chunk: None
 
+    def written(self, *, opened: bool = False) -> str:
+        """All that the model writes; `opened`: the prompt has the opening marker already."""
+        if self.reasoning is None:
+            return self.text
+        return f"{'' if opened else THINK}{self.reasoning}{THOUGHT}{self.text}"
 
+
+@dataclass
+class Verdict:
+    """What the comparison after a race says."""
+
+    kind: Literal["identical", "near-tie", "bug"] = "identical"
+    index: int | None = None
+    explanation: str = "All tokens are the same."
+
+
+THINK, THOUGHT = "<think>", "</think>"
+TOOL_CALL, CALLED = "<tool_call>", "</tool_call>"
+
+
+@dataclass
 class FakeTokenizer:
-    """One token per character, roles as control characters; the template is real enough to check history."""
+    """One token per character, roles as control characters; the template is real enough to check history.
 
-    has_chat_template = True
+    switch: the template knows `enable_thinking`, and without it closes an empty block of reasoning.
+    opens:  it opens a block of reasoning otherwise.
+    """
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
+    has_chat_template: bool = True
+    switch: bool = False
+    opens: bool = False
+    has_thinking = True
+    think_start, think_end = THINK, THOUGHT
+    think_start_tokens = tuple(map(ord, THINK))
+    tool_call_start, tool_call_end = TOOL_CALL, CALLED
+    structural_markers = ()
+    added_tokens_decoder: Mapping[int, Any] = field(default_factory=dict)
+    eos_token_ids: frozenset[int] = frozenset({0})
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, enable_thinking: bool = True
+    ) -> list[int]:
         text = "".join(f"<{message['role']}>{message['content']}</s>" for message in conversation)
-        return [ord(c) for c in text + ("<assistant>" if add_generation_prompt else "")]
+        if add_generation_prompt:
+            text += "<assistant>" + (THINK if self.opens and enable_thinking else "")
+            text += f"{THINK}{THOUGHT}" if self.switch and not enable_thinking else ""
+        return [ord(c) for c in text]
+
+    def rfind_think_start(self, tokens: Sequence[int]) -> int:
+        return "".join(map(chr, tokens)).rfind(THINK)
+
+    def rfind_think_end(self, tokens: Sequence[int]) -> int:
+        return "".join(map(chr, tokens)).rfind(THOUGHT)
 
 
 class FakeCache:
@@ -147,6 +212,19 @@ class Script:
     load_error: Exception | None = None
     load_warnings: tuple[str, ...] = ()
     draft: FakeDraft | None = field(default_factory=FakeDraft)
+    tokenizer: Callable[[], FakeTokenizer] = FakeTokenizer
+    context_length: int | None = 8192
+    target_gb: float | None = 0.2
+    draft_gb: float | None = 0.05
+    memory_gb: float | None = 16.0
+    active_gb: float | None = 0.25
+    verdict: Verdict = field(default_factory=Verdict)
+    """Of every race. Its arms give `answers` like two turns: the plain one first."""
+    loads: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """(model, options) of every load that began."""
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    warmed_up: int = 0
+    freed: int = 0
     prompts: list[str] = field(default_factory=list)
     """Each prompt as it reached the model: only what the cache did not hold."""
     reused: list[int] = field(default_factory=list)
@@ -165,9 +243,29 @@ class Script:
             self._sampler,
             self._make_cache,
             self._clear,
+            self._compare,
+            self._warm_up,
+            self._free,
+            lambda: self.active_gb,
+            self.memory_gb,
             (ValueError,),
             PREFILL_STEP_SIZE,
+            {"dflash_mlx": "0.1", "mlx": None},
         )
+
+    def _compare(
+        self, model: object, ids: list[int], expected: list[int], got: list[int], *, policy: object, kernels: str
+    ) -> Verdict:
+        self.compared.append(
+            {"prompt": "".join(map(chr, ids)), "expected": expected, "got": got, "policy": policy, "kernels": kernels}
+        )
+        return self.verdict
+
+    def _warm_up(self, pair: Pair, ids: Sequence[int], kernels: str) -> None:
+        self.warmed_up += 1
+
+    def _free(self) -> None:
+        self.freed += 1
 
     def _clear(self) -> None:
         self.streams_cleared += 1
@@ -183,6 +281,7 @@ class Script:
 
     def _load(self, path: str, options: Mapping[str, Any], progress: Progress) -> Pair:
         self.threads.add(threading.get_ident())
+        self.loads.append((path, dict(options)))
         for text, fraction in self.load_steps:
             progress(text, fraction)
         while self.load_gate is not None and not self.load_gate.wait(0.01):
@@ -191,7 +290,15 @@ class Script:
             warnings.warn(text, stacklevel=2)
         if self.load_error is not None:
             raise self.load_error
-        return Pair("target", FakeTokenizer(), self.draft, LARGEST_BLOCK if self.draft else None)
+        return Pair(
+            "target",
+            self.tokenizer(),
+            self.draft,
+            LARGEST_BLOCK if self.draft else None,
+            self.context_length,
+            self.target_gb,
+            self.draft_gb if self.draft else None,
+        )
 
     def _stream(
         self, model: object, tokenizer: object, prompt: list[int], max_tokens: int, draft: object, **options: Any
@@ -200,13 +307,16 @@ class Script:
         answer = self.answers[min(len(self.options), len(self.answers)) - 1]
         if answer.refuse is not None:
             raise answer.refuse
+        if options["mode"] == "plain":
+            answer = replace(answer, mode="plain", depths=(None,))
         return self._respond(answer, prompt, max_tokens, options)
 
     def _respond(
         self, answer: Answer, prompt: list[int], max_tokens: int, options: dict[str, Any]
     ) -> Generator[FakeResponse, None, None]:
         self.threads.add(threading.get_ident())
-        cache: FakeCache = options["prompt_cache"]
+        cache: FakeCache = options.get("prompt_cache") or FakeCache()
+        before = cache.tokens + prompt
         self.reused.append(len(cache.tokens))
         self.prompts.append("".join(map(chr, prompt)))
         for chunk in range(1, answer.prefill_chunks + 1):
@@ -215,7 +325,9 @@ class Script:
         cache.tokens += prompt
         yielded = 0
         try:
-            for response in responses(answer, max_tokens):
+            opened = "".join(map(chr, before)).endswith(THINK)
+            for response in responses(answer, max_tokens, opened=opened):
+                response.prompt_tokens, response.cached_tokens = len(prompt), len(before) - len(prompt)
                 if answer.fail_after is not None and yielded >= answer.fail_after:
                     raise answer.error
                 yielded += 1
@@ -225,11 +337,12 @@ class Script:
             self.closed.append(yielded)
 
 
-def responses(answer: Answer, max_tokens: int) -> Generator[FakeResponse, None, None]:
-    """One response per character, in cycles of the scripted depths."""
+def responses(answer: Answer, max_tokens: int, *, opened: bool = False) -> Generator[FakeResponse, None, None]:
+    """One response per character, in cycles of the scripted depths; the accepted ones of a cycle come first."""
     stats, timings = FakeStats(), FakeTimings()
-    text = answer.text[:max_tokens]
-    finish = answer.finish if len(answer.text) <= max_tokens else "length"
+    written = answer.written(opened=opened)
+    text = written[:max_tokens] if max_tokens >= 0 else written
+    finish = answer.finish if len(text) == len(written) else "length"
     position, cycle = 0, 0
     if answer.gate is not None:
         answer.gate.wait(10)
@@ -245,8 +358,10 @@ def responses(answer: Answer, max_tokens: int) -> Generator[FakeResponse, None, 
             stats.plain_steps += drafted == 0
             stats.drafted += drafted
             stats.accepted += accepted
+            if drafted:
+                stats.histogram[accepted] += 1
             timings.cycles += 1
-        for character in block:
+        for index, character in enumerate(block):
             position += 1
             timings.tokens = position
             yield FakeResponse(
@@ -261,6 +376,8 @@ def responses(answer: Answer, max_tokens: int) -> Generator[FakeResponse, None, 
                 answer.mode,
                 BLOCK_SIZE if answer.mode == "dflash" else 1,
                 answer.notes,
+                token=ord(character),
+                from_draft=index < accepted,
             )
         cycle += 1
 
@@ -280,3 +397,11 @@ class FakeEngine(EngineThread):
     @property
     def asked(self) -> list[Ask]:
         return [job for job in self.submitted if isinstance(job, Ask)]
+
+    @property
+    def loaded(self) -> list[LoadModel]:
+        return [job for job in self.submitted if isinstance(job, LoadModel)]
+
+    @property
+    def raced(self) -> list[Race]:
+        return [job for job in self.submitted if isinstance(job, Race)]

@@ -128,33 +128,18 @@ async def test_late_events_of_a_cleared_turn_change_nothing() -> None:
         assert chat.app.chat.session.conversation.turns[-1].answer == "two"
 
 
-async def test_enter_during_an_answer_keeps_the_text_and_says_why() -> None:
-    """Type-ahead: nothing typed is ever lost."""
-    gate = threading.Event()
-    async with running(Script([Answer("done", gate=gate), Answer("later")])) as chat:
-        await chat.send("go", wait=False)
-        await chat.send("typed ahead", wait=False)
-        assert chat.prompt.text == "typed ahead" and len(chat.engine.asked) == 1
-        assert "Esc stops it" in chat.screen_text()
-        gate.set()
-        await chat.until(lambda: not chat.busy)
-        assert chat.prompt.text == "typed ahead"
-        await chat.pilot.press("enter")
-        await chat.until(lambda: len(chat.script.prompts) == 2 and not chat.busy)
-
-
 async def test_the_box_can_be_used_while_the_model_loads() -> None:
+    """What is sent early waits, and is answered when there is a model."""
     gate = threading.Event()
     script = Script(load_steps=(("Unpacking tensors", 0.42),), load_gate=gate)
     async with running(script, ready=False) as chat:
         await chat.until(lambda: "Unpacking tensors · 42%" in chat.screen_text())
         await chat.send("early", wait=False)
-        assert "still loading" in chat.screen_text() and not chat.engine.asked
+        assert "1 waiting" in chat.screen_text() and "early" in chat.screen_text() and not chat.engine.asked
         gate.set()
-        await chat.until(lambda: "-ready" in chat.welcome_classes)
-        assert "fake-draft" in chat.screen_text()
-        await chat.pilot.press("enter")
         await chat.until(lambda: len(chat.answers) == 1 and not chat.busy)
+        assert chat.engine.asked[0].messages == (("user", "early"),)
+        assert "fake-draft" in chat.screen_text() and "waiting" not in chat.screen_text()
 
 
 async def test_the_window_is_painted_before_the_engine_starts() -> None:
@@ -300,7 +285,7 @@ async def test_help_opens_and_escape_closes_it_without_stopping_anything(way: st
             await chat.pilot.press(way)
         await chat.pilot.pause()
         assert isinstance(chat.app.screen, HelpScreen)
-        assert "copy the selection, or stop" in chat.screen_text()
+        assert "Copy the selection, or stop" in chat.screen_text()
         await chat.pilot.press("escape")
         await chat.pilot.pause()
         assert not isinstance(chat.app.screen, HelpScreen) and chat.busy

@@ -2,72 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-import queue
 import threading
+import weakref
 from dataclasses import fields, replace
 
 import pytest
-from scripted import LARGEST_BLOCK, PREFILL_STEP_SIZE, Answer, FakeEngine, Script
+from listening import Listener, engine_with_clock
+from scripted import LARGEST_BLOCK, PREFILL_STEP_SIZE, Answer, FakeTokenizer, Script
 
-from dflash_mlx.app.backend import mlx_backend
 from dflash_mlx.app.chat_engine import ChatEngine
+from dflash_mlx.app.failures import out_of_memory
 from dflash_mlx.app.jobs import Ask, LoadModel
+from dflash_mlx.app.library import mlx_backend
 from dflash_mlx.app.messages import (
     Chunk,
     CycleTick,
     EngineFailed,
     Event,
+    LoadCancelled,
+    ModelCard,
     ModelLoading,
     ModelReady,
     PrefillProgress,
     TurnDone,
 )
 from dflash_mlx.app.settings import Settings
-
-WAIT_S = 5.0
-
-
-class Listener:
-    """Collects what the thread posts."""
-
-    def __init__(self, script: Script) -> None:
-        self.queue: queue.Queue[Event] = queue.Queue()
-        self.seen: list[Event] = []
-        self.engine = FakeEngine(self.queue.put, script)
-
-    def until(self, *kinds: type) -> Event:
-        while True:
-            event = self.queue.get(timeout=WAIT_S)
-            self.seen.append(event)
-            if isinstance(event, kinds):
-                return event
-
-    def start(self) -> ModelReady:
-        self.engine.start()
-        self.engine.submit(LoadModel())
-        ready = self.until(ModelReady)
-        assert isinstance(ready, ModelReady)
-        return ready
-
-    def ask(self, turn: int, *texts: str, settings: Settings | None = None) -> None:
-        roles = ("user", "assistant")
-        messages = tuple((roles[i % 2], text) for i, text in enumerate(texts))
-        self.engine.submit(Ask(turn, messages, settings or Settings()))
-
-    def answer(self, turn: int, *texts: str, settings: Settings | None = None) -> TurnDone:
-        self.ask(turn, *texts, settings=settings)
-        done = self.until(TurnDone, EngineFailed)
-        assert isinstance(done, TurnDone), done
-        return done
-
-    def text(self, turn: int) -> str:
-        return "".join(event.text for event in self.seen if isinstance(event, Chunk) and event.turn == turn)
-
-    def close(self) -> None:
-        self.engine.shutdown()
-        self.engine.join(WAIT_S)
-        assert not self.engine.is_alive()
+from dflash_mlx.errors import CheckpointError
 
 
 def test_everything_of_the_library_happens_in_one_thread_and_its_streams_are_cleared_last() -> None:
@@ -95,20 +57,6 @@ def test_all_text_arrives_and_token_counts_add_up() -> None:
     listener.close()
 
 
-def engine_with_clock(script: Script, step_s: float) -> tuple[ChatEngine, list[Event]]:
-    """An engine in this thread whose clock moves `step_s` at every reading."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += step_s
-        return now[0]
-
-    events: list[Event] = []
-    engine = ChatEngine(script.backend(), events.append, clock=clock)
-    engine.load(LoadModel())
-    return engine, events
-
-
 @pytest.mark.parametrize(("cycle_s", "most"), [(1 / 300, 22), (0.2, 251)])
 def test_text_is_posted_at_most_twenty_times_a_second(cycle_s: float, most: int) -> None:
     """300 blocks a second must not become 300 layouts a second; slow cycles are posted one by one."""
@@ -116,7 +64,7 @@ def test_text_is_posted_at_most_twenty_times_a_second(cycle_s: float, most: int)
     engine, events = engine_with_clock(Script([Answer(text, depths=(3,))]), cycle_s)
     engine.answer(Ask(1, (("user", "hi"),), Settings()))
     chunks = [event for event in events if isinstance(event, Chunk)]
-    ticks = [event for event in events if isinstance(event, CycleTick)]
+    ticks = [event for event in events if isinstance(event, CycleTick) and event.numbers.generation_tokens]
     assert "".join(chunk.text for chunk in chunks) == text
     assert most * 0.6 <= len(chunks) <= most  # 250 cycles: 0.83 s of them, or one at a time
     assert len(ticks) <= len(chunks)
@@ -133,7 +81,8 @@ def test_no_rate_is_given_before_two_tokens() -> None:
     """One token over microseconds reads as thousands of tokens per second."""
     engine, events = engine_with_clock(Script([Answer("ab", depths=(0,))]), 0.2)
     engine.answer(Ask(1, (("user", "hi"),), Settings()))
-    first, *_, last = [event.numbers for event in events if isinstance(event, CycleTick | TurnDone)]
+    told = [event.numbers for event in events if isinstance(event, CycleTick | TurnDone)]
+    first, *_, last = [numbers for numbers in told if numbers.generation_tokens]
     assert (first.generation_tokens, first.decode_tps, first.request_tps) == (1, None, None)
     assert last.decode_tps is not None and last.request_tps is not None
     assert last.decode_tps != last.request_tps
@@ -232,7 +181,13 @@ def test_an_error_in_a_turn_drops_the_cache_and_the_next_turn_works() -> None:
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(ValueError("block_size has to be in 2..16, got 64."), "got 64."), (MemoryError(), "/clear")],
+    [
+        (ValueError("block_size has to be in 2..16, got 64."), "got 64."),
+        (MemoryError(), "/clear"),
+        (RuntimeError("[metal::malloc] Attempting to allocate 9 bytes, more than the maximum buffer size"), "/clear"),
+        (RuntimeError("[malloc] Unable to allocate 9 bytes."), "/clear"),
+        (RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory (00000008)"), "/clear"),
+    ],
 )
 def test_errors_for_the_user_have_no_traceback(error: Exception, expected: str) -> None:
     listener = Listener(Script([Answer("abc", fail_after=0, error=error)]))
@@ -264,6 +219,145 @@ def test_shutting_down_stops_a_load_at_its_next_step() -> None:
     listener.until(ModelLoading)
     listener.close()
     assert script.streams_cleared == 1
+
+
+def test_a_load_that_is_cancelled_says_so_and_the_next_one_works() -> None:
+    """Otherwise the picker waits for a model that never comes."""
+    script = Script(load_gate=threading.Event())
+    listener = Listener(script)
+    listener.engine.start()
+    listener.engine.submit(LoadModel("first", number=3))
+    listener.until(ModelLoading)
+    while not script.loads:
+        listener.until(ModelLoading)
+    listener.engine.cancel(3)
+    cancelled = listener.until(LoadCancelled, EngineFailed, ModelReady)
+    assert cancelled == LoadCancelled(3)
+    script.load_gate = None
+    listener.engine.submit(LoadModel("second", number=4))
+    ready = listener.until(LoadCancelled, EngineFailed, ModelReady)
+    assert isinstance(ready, ModelReady) and ready.card.model == "second"
+    assert listener.answer(5, "hi").reason == "stop"
+    listener.close()
+
+
+def test_a_load_that_was_cancelled_while_it_waited_never_begins() -> None:
+    script = Script()
+    listener = Listener(script)
+    listener.engine.cancel(2)
+    listener.engine.start()
+    listener.engine.submit(LoadModel(number=2))
+    assert listener.until(LoadCancelled) == LoadCancelled(2)
+    assert not script.loads
+    listener.close()
+
+
+def test_what_the_library_makes_of_a_cancelled_download_is_no_failure() -> None:
+    """A downloader may turn the exception that stopped it into its own error."""
+    script = Script(load_gate=threading.Event(), load_error=CheckpointError("the download broke off"))
+    listener = Listener(script)
+    script.load_steps = (("Fetching", 0.1),)
+
+    class Wrapping(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            listener.engine.cancel(1)
+            raise CheckpointError("the download broke off")
+
+    script.load_gate = Wrapping()
+    listener.engine.start()
+    listener.engine.submit(LoadModel(number=1))
+    assert listener.until(LoadCancelled, EngineFailed) == LoadCancelled(1)
+    listener.close()
+
+
+def test_the_first_pair_is_gone_before_the_second_is_read() -> None:
+    """Two large models at once do not fit; the second would fail, or the machine would swap."""
+    alive: list[bool] = []
+    tokenizers: list[weakref.ref[FakeTokenizer]] = []
+
+    def tokenizer() -> FakeTokenizer:
+        made = FakeTokenizer()
+        tokenizers.append(weakref.ref(made))
+        return made
+
+    script = Script(tokenizer=tokenizer)
+    engine, _ = engine_with_clock(script, 0.01)
+    engine.answer(Ask(1, (("user", "hi"),), Settings()))
+    load, freed = script._load, script.freed
+
+    def second(*arguments):  # type: ignore[no-untyped-def]
+        gc.collect()
+        alive.append(tokenizers[0]() is not None)
+        assert script.freed > freed, "MLX keeps freed buffers for itself until its cache is cleared"
+        return load(*arguments)
+
+    engine._backend = replace(engine._backend, load=second)
+    engine.load(LoadModel("other", number=2))
+    assert alive == [False]
+    engine.answer(Ask(3, (("user", "hi"),), Settings()))
+    assert len(script.caches) == 2 and script.reused == [0, 0]
+
+
+def test_the_card_says_what_was_loaded() -> None:
+    script = Script(tokenizer=lambda: FakeTokenizer(switch=True))
+    _, events = engine_with_clock(script, 0.0)
+    ready = events[-1]
+    assert isinstance(ready, ModelReady)
+    assert ready.card == ModelCard(
+        "demo", "fake-draft", 4, 0.0, (), LARGEST_BLOCK, "demo", 8192, 0.2, 0.05, 16.0, thinks=True
+    )
+    _, events = engine_with_clock(Script(draft=None), 0.0)
+    ready = events[-1]
+    assert isinstance(ready, ModelReady)
+    assert (ready.card.draft, ready.card.draft_gb, ready.card.thinks) == (None, None, False)
+
+
+def test_no_memory_for_a_model_is_said_as_that_and_not_as_a_damaged_file() -> None:
+    """Loaders take MLX's RuntimeError for a broken checkpoint, and "download it again" would not help."""
+    error = CheckpointError("m could not be loaded by mlx_lm: the download is damaged.")
+    error.__cause__ = RuntimeError("[malloc] Unable to allocate 99 bytes.")
+    listener = Listener(Script(load_error=error))
+    listener.engine.start()
+    listener.engine.submit(LoadModel("large", number=1))
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed)
+    assert (failed.title, failed.fatal, failed.details) == ("Out of memory", True, "")
+    assert "damaged" not in failed.body and "smaller model" in failed.body
+    listener.close()
+
+
+def test_the_engine_lives_on_without_memory_and_frees_what_the_failed_turn_held() -> None:
+    script = Script([Answer("abcdef", fail_after=2, error=RuntimeError("[metal::malloc] too much")), Answer("Fine.")])
+    listener = Listener(script)
+    listener.start()
+    freed = script.freed
+    listener.ask(1, "hi")
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed) and failed.title == "Out of memory" and not failed.fatal
+    assert script.freed > freed
+    assert listener.answer(2, "hi").reason == "stop"
+    assert len(script.caches) == 2
+    listener.close()
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    assert not out_of_memory(RuntimeError("[matmul] Last dimension of first input must match"))
+    assert not out_of_memory(ValueError("block_size has to be in 2..16"))
+
+
+def test_after_a_failed_load_another_model_can_be_loaded() -> None:
+    script = Script(load_error=ValueError("no such folder: /nowhere"))
+    listener = Listener(script)
+    listener.engine.start()
+    listener.engine.submit(LoadModel(number=1))
+    listener.until(EngineFailed)
+    listener.ask(2, "hi")
+    failed = listener.until(EngineFailed)
+    assert isinstance(failed, EngineFailed) and "No model is loaded" in failed.body and not failed.fatal
+    script.load_error = None
+    listener.engine.submit(LoadModel(number=3))
+    assert isinstance(listener.until(ModelReady, EngineFailed), ModelReady)
+    listener.close()
 
 
 def test_load_progress_is_thinned_but_every_new_step_is_told() -> None:
@@ -335,7 +429,8 @@ def test_plain_steps_are_told() -> None:
     """Without them a rest looks like a draft that never hits."""
     engine, events = engine_with_clock(Script([Answer("abcdefgh", depths=(3, None, None))]), 0.2)
     engine.answer(Ask(1, (("user", "hi"),), Settings()))
-    ticks = [event.numbers.resting for event in events if isinstance(event, CycleTick)]
+    ticks = [event.numbers for event in events if isinstance(event, CycleTick)]
+    ticks = [numbers.resting for numbers in ticks if numbers.generation_tokens]
     assert ticks == [False, False, True, True, False]
     done = events[-1]
     assert isinstance(done, TurnDone)
@@ -374,7 +469,10 @@ def test_every_option_of_a_load_is_one_of_the_real_library() -> None:
     pytest.importorskip("mlx.core")
     from dflash_mlx import load
 
-    options = {field.name for field in fields(LoadModel)} - {"model", "launched_at"}
+    script = Script()
+    engine_with_clock(script, 0.0)
+    [(_, options)] = script.loads
+    assert {field.name for field in fields(LoadModel)} - options.keys() == {"model", "launched_at", "number"}
     known = inspect.signature(load).parameters
-    assert options <= known.keys()
-    assert all(known[name].default == getattr(LoadModel(), name) for name in options - {"draft"})
+    assert options.keys() <= known.keys()
+    assert all(known[name].default == getattr(LoadModel(), name) for name in options.keys() - {"draft"})

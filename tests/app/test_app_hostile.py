@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from random import Random
+
 import pytest
 from chatting import Chat, running
+from hosting import hosted
 from scripted import Answer, Script
 from textual.pilot import Pilot
 from textual.widgets import Markdown
 
-from dflash_mlx.app.text import visible
+from dflash_mlx.app.messages import Kind, Part
+from dflash_mlx.app.text import pasted, visible
 from dflash_mlx.app.widgets.answer_markdown import is_web_link
 
 HOSTILE = ["[/]", "[/some/path]", "arr[i] = b[/j]", "[red]x[/red]", "[@click=app.quit]x[/]", "[bold"]
@@ -36,8 +41,8 @@ async def test_square_brackets_are_shown_as_they_are_everywhere(text: str) -> No
         await chat.send("blocks")
         shown = chat.screen_text()
         assert shown.count(text) >= 6, shown
-        cells = chat.app.chat.query("MarkdownTableCellContents")
-        assert cells and all(cell.tooltip is None for cell in cells), "Textual parses these tooltips as markup"
+        tooltips = [widget.tooltip for widget in chat.transcript.query("*")]
+        assert tooltips and not any(tooltips), "Textual parses tooltips as markup"
         await chat.send("fail")
         assert chat.screen_text().count(text) >= 6
         await chat.send(f"/{text.replace(' ', '_')}", wait=False)
@@ -122,5 +127,101 @@ async def test_odd_line_breaks_do_not_repeat_text() -> None:
 
 
 def test_visible_keeps_ordinary_text() -> None:
-    text = "Příliš žluťoučký 漢字 😀\n  code\n"
+    text = "Příliš žluťoučký 漢字 😀 👩‍💻 नमस्ते می‌خواهم\n  code\n"
     assert visible(text) == text
+
+
+def test_nothing_turns_the_text_around_or_hides_in_it() -> None:
+    """With direction controls code reads otherwise than it runs; half a character cannot be written at all."""
+    assert visible("a\u202eb\u2066c\ud800d") == "a\ufffdb\ufffdc\ufffdd"
+    assert visible("a\u200b\u2060\ufeff\U000e0041b") == "ab"
+    assert pasted("\tx\x1b[201~\r\n\u202ey\n") == "\tx[201~\n\ufffdy\n"
+
+
+def cuts(text: str, seed: int = 0) -> list[Part]:
+    """`text` in pieces of odd lengths, by both origins."""
+    random = Random(seed)
+    pieces: list[Part] = []
+    while text:
+        length = random.randint(1, 900)
+        pieces.append(Part("answer", random.choice(("draft", "target")), text[:length]))
+        text = text[length:]
+    return pieces
+
+
+TABLE_500 = "|a" * 500 + "|\n" + "|-" * 500 + "|\n" + ("|b" * 500 + "|\n") * 20
+FLOODS = {
+    "a line": "x" * 100_000,
+    "brackets": "![[" * 4_000,
+    "stars": "*a _b " * 4_000,
+    "quotes": ">" * 400 + " deep",
+    "quotes by line": "\n".join(">" * (number % 60) + " y" for number in range(400)),
+    "lists": "".join("  " * depth + "- a\n" for depth in range(60)),
+    "items": "- a\n" * 3_000,
+    "columns": TABLE_500,
+    "rows": "| a | b |\n|---|---|\n" + "| c | d |\n" * 2_000,
+    "fences": "```\n" * 801,
+    "code": "```python\n" + "x = [1, 2]\n" * 5_000,
+    "one line of code": "```python\nx = '" + "y" * 50_000,
+    "zero width": "a" + "\u0301" * 20_000 + "\u200b" * 20_000,
+    "entities": "&#x1b;[31m&#0;&lt;" * 1_000,
+    "newlines": "\n" * 20_000 + "end",
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+async def test_a_flood_is_shown_in_bounded_time_and_space(name: str) -> None:
+    """Each of these is quadratic, or makes thousands of widgets, if it is taken for what it pretends to be."""
+    text = FLOODS[name]
+    async with hosted() as host:
+        started = time.thread_time()
+        turn = await host.transcript.add_turn(1, "flood")
+        for part in cuts(text):
+            await turn.write([part])
+        await turn.finish("closing line")
+        await host.pilot.pause()
+        assert turn.source == visible(text), "all of it is there"
+        assert len(turn.query("*")) < 1_000
+        assert "closing line" in host.text()
+        assert "\x1b" not in host.text()
+        assert time.thread_time() - started < 20, "processor time; the machine is shared, but this does not count that"
+
+
+@pytest.mark.parametrize("text", [">" * 40 + " deepest", "".join("  " * depth + "- deepest\n" for depth in range(40))])
+async def test_what_is_nested_too_deeply_is_shown_as_it_was_written(text: str) -> None:
+    """The parser drops what is below its limit: the reader would see less than the model wrote."""
+    async with hosted((200, 60)) as host:
+        await host.answer(Part("answer", "target", text))
+        assert host.text().count("deepest") == text.count("deepest")
+
+
+async def test_of_a_very_wide_table_every_cell_can_be_read() -> None:
+    """Drawn as a table, what does not fit is cut off."""
+    names = [f"c{number}" for number in range(60)]
+    text = "|".join(["", *names, ""]) + "\n" + "|-" * 60 + "|\n" + "|".join(["", *names, ""]) + "\n"
+    async with hosted() as host:
+        await host.answer(Part("answer", "target", text))
+        shown = host.text().replace("\n", "").replace(" ", "")
+        assert all(shown.count(f"|{name}|") == 2 for name in names)
+
+
+async def test_link_definitions_are_shown() -> None:
+    """Markdown swallows them: a list of sources would disappear."""
+    async with hosted() as host:
+        await host.answer(Part("answer", "target", "See [1].\n\n[1]: https://example.org/source\n[x]: javascript:1"))
+        assert "https://example.org/source" in host.text() and "javascript:1" in host.text()
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "answer", "tool_call", "marker"])
+async def test_foreign_text_of_every_kind_and_view_is_inert(kind: Kind) -> None:
+    attack = "[@click=app.quit]x[/] [/] \x1b]52;c;b3duZWQ=\x07 \x1b]8;;http://a\x1b\\ \u202e \x9b2J"
+    async with hosted() as host:
+        host.transcript.fold_thinking(False)
+        await host.answer(Part(kind, "draft", attack), Part("answer", "target", "ok"), question=attack)
+        for origins in (False, True):
+            host.transcript.show_origins(origins)
+            await host.settled()
+            shown = host.text()
+            assert shown.count("[@click=app.quit]x[/]") == 1 + (kind != "marker")
+            assert not {c for c in shown if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e"}
+        assert host.app.is_running

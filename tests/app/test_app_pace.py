@@ -5,17 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from chatting import running
 from scripted import Answer, Script
+from textual.await_complete import AwaitComplete
 
 from dflash_mlx.app.envelope import EngineMessage
 from dflash_mlx.app.messages import Chunk, CycleTick, ModelLoading, Numbers, PrefillProgress
+from dflash_mlx.app.widgets.answer_markdown import AnswerMarkdown
 
 PARAGRAPH = "Some words of a paragraph, about sixty letters long, go here.\n\n"
 
 
-async def test_three_hundred_blocks_a_second_become_few_posts_and_all_text_arrives() -> None:
-    text = PARAGRAPH * 30
+async def test_three_hundred_blocks_a_second_become_few_posts_and_fewer_writes_and_all_text_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,500 blocks. A post or a parse for each would make the screen the bottleneck; a lost one would lose text."""
+    text = PARAGRAPH * 96
+    writes: list[str] = []
+    append = AnswerMarkdown.append
+
+    def count_write(self: AnswerMarkdown, markdown: str) -> AwaitComplete:
+        writes.append(markdown)
+        return append(self, markdown)
+
+    monkeypatch.setattr(AnswerMarkdown, "append", count_write)
     script = Script([Answer(text, depths=(3,), cycle_s=1 / 300)])
     async with running(script) as chat:
         chunks: list[Chunk] = []
@@ -30,13 +44,14 @@ async def test_three_hundred_blocks_a_second_become_few_posts_and_all_text_arriv
         started = time.monotonic()
         await chat.send("go", wait=False)
         chat.prompt.insert("typed meanwhile")
-        await chat.until(lambda: not chat.busy, timeout_s=30)
+        await chat.until(lambda: not chat.busy, timeout_s=60)
         took = time.monotonic() - started
         await chat.until(lambda: not chat.answers[0].has_class("-running"))
         assert chat.answers[0].source == text
         assert "".join(chunk.text for chunk in chunks) == text
         cycles = len(text) // 4
         assert 5 < len(chunks) <= min(20 * took + 2, cycles / 3), f"{len(chunks)} posts for {cycles} cycles"
+        assert "".join(writes) == text and 2 < len(writes) <= len(chunks)
         assert chat.prompt.text == "typed meanwhile"
 
 

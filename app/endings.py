@@ -1,0 +1,74 @@
+"""Signals that end the process: the terminal was closed (SIGHUP), or somebody wants it gone (SIGTERM).
+
+The app closes as it does on a key. If it cannot (its event loop may hang in a write to a terminal that is gone), the
+process ends all the same, after what is on the screen has been saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 8.0
+"""From a signal to the end by force; more than what closing waits for the engine."""
+
+
+class Endings:
+    """Watches for signals from `watch` to `leave`.
+
+    Args:
+        ended: called in the event loop with the signal's name and the exit code (128 + number).
+        save:  called in a thread of its own before the process is ended by force.
+    """
+
+    def __init__(self, ended: Callable[[str, int], None], save: Callable[[], object]) -> None:
+        self._ended = ended
+        self._save = save
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._former: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []
+
+    def watch(self) -> None:
+        """Call it in the event loop. Off the main thread nothing can be watched, and nothing is."""
+        self._loop = asyncio.get_running_loop()
+        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+        with suppress(ValueError):
+            for number in ENDING:
+                self._former[number] = signal.signal(number, self._caught)
+
+    def leave(self) -> None:
+        """Give the signals their former meaning back."""
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former = {}
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, between two steps of whatever it is doing, a write that waits included."""
+        code = 128 + number
+        if number == signal.SIGHUP:
+            self._let_go()
+        threading.Thread(target=self._force, args=(code,), name="dflash-ending", daemon=True).start()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has closed: the app is ending already
+                self._loop.call_soon_threadsafe(self._ended, signal.Signals(number).name, code)
+
+    def _let_go(self) -> None:
+        """Writing to a terminal that is gone is an error in every place that writes; to nowhere it is none."""
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+    def _force(self, code: int) -> None:
+        threading.Event().wait(GRACE_S)
+        try:
+            self._save()
+        finally:
+            os._exit(code)

@@ -1,0 +1,28 @@
+"""What a chat is called: a line that fits a list."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+
+from dflash_mlx.app.conversation import Conversation
+from dflash_mlx.app.text import visible
+
+CELLS = 60
+UNTITLED = "New chat"
+
+
+def title_of(given: str, conversation: Conversation) -> str:
+    """The title that the user gave, or else the first question."""
+    first = one_line(conversation.turns[0].user) if conversation.turns else ""
+    return given or first or UNTITLED
+
+
+def one_line(text: str, cells: int = CELLS) -> str:
+    """The first line of `text` that is not blank, at most `cells` wide."""
+    lines = (" ".join(line.split()) for line in visible(text).splitlines())
+    title = next((line for line in lines if line), "")
+    if cell_len(title) <= cells:
+        return title
+    while cell_len(title) > cells - 1:
+        title = title[:-1]
+    return f"{title.rstrip()}…"
