@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import chat_page
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-TRAINING = ROOT / "bench" / "demo-draft" / "log.jsonl"
+TRAINING = ROOT / "bench" / "demo-draft"
+RUNS = ("first", "second")
+"""Of the demo draft: each begins with the draft of the one before it."""
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -75,30 +79,40 @@ def overhead_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training_table(records: Sequence[dict[str, Any]]) -> str:
-    """How the demo draft got better: every evaluation, with the blocks and the time that it took until then."""
-    start = next(record for record in records if record["kind"] == "start")
-    evaluations = [record for record in records if record["kind"] == "evaluation"]
-    prompts = sum(each["prompts"] for each in evaluations[-1]["categories"].values())
+def training_table(runs: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """How the demo draft got better: every evaluation of every run, with the blocks and the time until then."""
     lines = [
-        "| step | blocks | hours of training | first token right | tokens per cycle, code | all |",
+        "| run, step | blocks | hours of training | first token right | tokens per cycle, code | all |",
         "|---|---|---|---|---|---|",
     ]
-    for record in evaluations:
-        done = [each for each in records if each["kind"] == "step" and each["step"] <= record["step"]][-1]
-        lines.append(
-            f"| {record['step']} | {done['blocks']:,} | {done['seconds'] / 3600:.1f} | {record['accuracy'][0]:.0%} "
-            f"| {record['categories']['code']['tokens_per_cycle']:.2f} | {record['tokens_per_cycle']:.2f} |"
-        )
+    blocks, seconds = 0, 0.0
+    for name, records in zip(RUNS, runs, strict=True):
+        steps = [record for record in records if record["kind"] == "step"]
+        for record in _evaluations(records):
+            done = [each for each in steps if each["step"] <= record["step"]][-1]
+            lines.append(
+                f"| {name}, {record['step']} | {blocks + done['blocks']:,} "
+                f"| {(seconds + done['seconds']) / 3600:.1f} | {record['accuracy'][0]:.0%} "
+                f"| {record['categories']['code']['tokens_per_cycle']:.2f} | {record['tokens_per_cycle']:.2f} |"
+            )
+        blocks, seconds = blocks + steps[-1]["blocks"], seconds + steps[-1]["seconds"]
+    starts = [next(record for record in records if record["kind"] == "start") for records in runs]
+    prompts = sum(each["prompts"] for each in _evaluations(runs[-1])[-1]["categories"].values())
+    answers = " and then ".join(f"{start['answers']:,}" for start in starts)
     lines += [
         "",
-        f"The demo draft: {start['parameters'] / 1e6:.1f} million parameters for a target of 135 million, "
-        f"{start['answers']:,} answers, blocks of {start['block_size']}, on {prompts} answers on topics that "
+        f"The demo draft: {starts[-1]['parameters'] / 1e6:.1f} million parameters for a target of 135 million, "
+        f"{answers} answers, blocks of {starts[-1]['block_size']}, on {prompts} answers on topics that "
         "it never saw. Hours are of one thread of a machine that did other work too. "
-        "The rate falls from step to step, which the last rows show. "
-        "[bench/demo-draft](../bench/demo-draft/README.md) has the recipe, the answers and the log.",
+        "The rate falls from step to step, which the last rows of a run show; the second begins with the draft of the "
+        "first, with more answers. "
+        "[bench/demo-draft](../bench/demo-draft/README.md) has the recipes, the answers and the logs.",
     ]
     return "\n".join(lines)
+
+
+def _evaluations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == "evaluation"]
 
 
 def result(name: str) -> dict[str, Any]:
@@ -107,17 +121,23 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-def log() -> list[dict[str, Any]]:
-    """Of the demo draft's training."""
-    return [json.loads(line) for line in TRAINING.read_text().splitlines()]
+def logs() -> list[list[dict[str, Any]]]:
+    """Of the demo draft's trainings."""
+    return [[json.loads(line) for line in (TRAINING / run / "log.jsonl").read_text().splitlines()] for run in RUNS]
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "demo": lambda: demo_table(result("demo")),
         "overhead": lambda: overhead_table(result("overhead")),
+        "tour": lambda: chat_page.gallery(chat_page.tour(), ROOT / "README.md", chat_page.README),
     },
-    "docs/training.md": {"demo-training": lambda: training_table(log())},
+    "docs/chat.md": {
+        "tour": lambda: chat_page.gallery(chat_page.tour(), ROOT / "docs" / "chat.md", without=chat_page.README),
+        "keys": chat_page.keys,
+        "commands": chat_page.commands,
+    },
+    "docs/training.md": {"demo-training": lambda: training_table(logs())},
 }
 
 

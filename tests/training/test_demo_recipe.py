@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.report import RUNS
 from dflash_mlx import demo
 from dflash_mlx.draft.checkpoint import read_config
 from dflash_mlx.train_command import train_parser
@@ -23,6 +24,7 @@ from dflash_mlx.training.run_folder import Start
 
 ROOT = Path(__file__).parent.parent.parent
 MADE = ROOT / "bench" / "demo-draft"
+DRAFTS = {"first": MADE / "first" / "draft", "second": demo.draft_folder()}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,11 @@ def test_nothing_that_is_held_out_is_trained_on(dataset: Dataset) -> None:
     assert not asked & set(reserved)
 
 
-def test_the_log_is_of_the_recipe_and_of_the_draft_that_is_shipped() -> None:
-    recipe, records = Recipe.read(MADE / "recipe.toml"), Log(MADE / "log.jsonl").read()
-    config = read_config(demo.draft_folder())
+@pytest.mark.parametrize("run", RUNS)
+def test_a_log_is_of_the_recipe_and_of_the_draft_that_came_of_it(run: str) -> None:
+    recipe, records = Recipe.read(MADE / run / "recipe.toml"), Log(MADE / run / "log.jsonl").read()
+    made = DRAFTS[run]
+    config = read_config(made)
     assert (config.num_layers, config.block_size, config.target_layer_ids) == (
         recipe.layers,
         recipe.block_size,
@@ -63,28 +67,37 @@ def test_the_log_is_of_the_recipe_and_of_the_draft_that_is_shipped() -> None:
     starts = [record for record in records if record["kind"] == "start"]
     (accepted,) = [record for record in records if record["kind"] == "acceptance"]
     assert starts[0]["steps"] == recipe.steps
-    ids = json.loads((demo.draft_folder() / "draft_vocabulary.json").read_text())["ids"]
+    ids = json.loads((made / "draft_vocabulary.json").read_text())["ids"]
     assert len(ids) == recipe.vocabulary == starts[0]["vocabulary"]
-    card = (demo.draft_folder() / "README.md").read_text()
+    card = (made / "README.md").read_text()
     for category in accepted["categories"].values():
         assert f"{category['tokens_per_cycle']:.2f}" in card
 
 
-def test_the_answers_that_the_run_learned_from_are_those_that_are_here(dataset: Dataset) -> None:
+def test_the_second_run_began_with_the_draft_of_the_first() -> None:
+    """Which is kept for that: with another beginning another draft would come of it."""
+    begun = json.loads((MADE / "second" / "run.json").read_text())
+    assert begun["recipe"]["initial"] == "first/draft"
+    assert (MADE / "first" / "draft" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_answers_that_a_run_learned_from_are_those_that_are_here(dataset: Dataset, name: str) -> None:
     """To the last byte: with others it would be another draft."""
-    run = json.loads((MADE / "run.json").read_text())
+    run = json.loads((MADE / name / "run.json").read_text())
     start = Start.of(Recipe.from_dict(run["recipe"]), run["target"], dataset, run["shards"], run["top"])
     assert (start.tokens_sha256, start.data) == (run["tokens_sha256"], run["data"])
 
 
-def test_the_curves_are_drawn_from_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_the_curves_are_drawn_from_the_log(run: str, tmp_path: Path) -> None:
     from dflash_mlx.training import charts
 
     pytest.importorskip("matplotlib")
-    charts.write(Log(MADE / "log.jsonl").read(), tmp_path)
+    charts.write(Log(MADE / run / "log.jsonl").read(), tmp_path)
     drawn = (tmp_path / "report.svg").read_text()
     labels = re.compile(r"<!-- (.*?) -->")
-    assert labels.findall(drawn) == labels.findall((MADE / "report.svg").read_text())
+    assert labels.findall(drawn) == labels.findall((MADE / run / "report.svg").read_text())
 
 
 def test_the_weights_are_small_enough_to_ship() -> None:
