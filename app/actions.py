@@ -57,7 +57,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("fold_thinking", "Fold or unfold the thinking", ("ctrl+t",), ("fold",)),
     Action("origins", "Mark the tokens that were drafted", ("f6",), ("origins",)),
     Action("models", "Models: choose and load", ("f2",), ("models",)),
-    Action("load", "Load a model, the chat stays", (), ("load",), "repository or folder", palette=False),
+    Action("load", "Load this repository or folder; the chat stays", (), ("load",), "model", palette=False),
     Action("chats", "Chats: resume, rename, delete, export", ("f3",), ("chats", "resume")),
     Action("rename", "Name this chat", (), ("save", "rename"), "title", palette=False),
     Action("export", "Write this chat to a Markdown file", (), ("export",), "[file]"),
@@ -65,8 +65,8 @@ ACTIONS: tuple[Action, ...] = (
     Action("system", "System prompt", (), ("system",), "[text]"),
     Action("race", "Race: the last message plainly and with drafts", ("f5",), ("race",)),
     Action("verbose", "All numbers, or few", (), ("verbose",)),
-    Action("info", "What is loaded", (), ("show", "info"), "[info, parameters or system]"),
-    Action("theme", "Light or dark", (), ("theme",), "[light or dark]"),
+    Action("info", "What is loaded; /show parameters, /show system", (), ("show", "info"), "[what]"),
+    Action("theme", "Light or dark", (), ("theme",), "[which]"),
     Action("help", "Keys, commands, and what the numbers mean", ("f1",), ("help", "h", "?")),
     Action("palette", "All of this in a list", ("ctrl+p",), ("palette",), palette=False),
     Action("quit", "Quit", ("ctrl+q",), ("quit", "bye", "exit", "q")),
@@ -81,6 +81,7 @@ TYPING: tuple[tuple[str, str], ...] = (
     ("Up Down", "Earlier messages; the last one is edited in place"),
     ("Tab", "Complete a /command"),
     ("PgUp PgDn", "Scroll; Ctrl+End returns to the newest text"),
+    ("F keys", "With Fn on a Mac; each is in the list of Ctrl+P and a command, too"),
 )
 """Keys of the box and the transcript, which are no actions."""
 

@@ -28,6 +28,7 @@ from dflash_mlx.app.screens.race import RaceScreen
 from dflash_mlx.app.session import NO_ENGINE, Session
 from dflash_mlx.app.settings import Settings
 from dflash_mlx.app.state import State
+from dflash_mlx.app.text import visible
 from dflash_mlx.app.theme import DARK, LIGHT
 
 OF_A_RACE = (RaceTick, RaceDone, RaceCancelled, EngineFailed)
@@ -45,6 +46,7 @@ class ChatApp(App[None]):
         save, metrics: whether chats, and the numbers of their turns, are written.
         options: how a model that is chosen here is loaded, as the command line says it; its names do not matter.
         find: yields the models that the picker lists, in a thread of its own.
+        theme: "dark" or "light" where the user has not chosen one in the app.
     """
 
     TITLE = "dflash"
@@ -62,6 +64,7 @@ class ChatApp(App[None]):
         metrics: bool = True,
         options: LoadModel | None = None,
         find: Callable[[], Iterator[Candidate]] = candidates,
+        theme: str | None = None,
     ) -> None:
         super().__init__()
         self.tracebacks: list[str] = []
@@ -83,7 +86,8 @@ class ChatApp(App[None]):
 
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = LIGHT.name if self.state.theme == LIGHT.name else DARK.name
+        chosen = self.state.theme or f"dflash-{theme}"
+        self.theme = LIGHT.name if chosen == LIGHT.name else DARK.name
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """`$quiet` for themes that do not define it."""
@@ -179,12 +183,15 @@ class ChatApp(App[None]):
         self.run_worker(lambda: clipboard.fill(text), thread=True, group="clipboard")
 
     def _notify(self, title: str, body: str) -> None:
-        self.chat.call_later(self.chat.notice, title, body)
+        if not self.chat.call_later(self.chat.notice, title, body):  # the window has closed
+            self.last_words = "\n".join(filter(None, (self.last_words, visible(f"{title}. {body}"))))
 
     # The end ----------------------------------------------------------------------------------------------
 
     def _ended_by(self, name: str, code: int) -> None:
-        """A signal: the terminal was closed, or the process is to go."""
+        """A signal: the terminal was closed, or the process is to go. Not if it is going already."""
+        if not self.is_running:
+            return
         saved = self.session.keeper.id if self.session.conversation.turns else None
         kept = f" The chat is saved: --resume {saved} goes on with it." if saved else ""
         self.last_words = f"Ended by {name}.{kept}"

@@ -27,6 +27,7 @@ def describe(job: LoadModel, pair: Pair, ready_s: float, notes: Sequence[str], m
         draft_gb=pair.draft_gb,
         memory_gb=memory_gb,
         thinks=thinks(pair.tokenizer),
+        from_launch=job.launched_at is not None,
     )
 
 

@@ -100,7 +100,7 @@ class ChatEngine:
             return
         card = describe(job, pair, self._clock() - started, notes, self._backend.memory_gb)
         self._pair, self._card, self._kernels = pair, card, job.kernels
-        self._emit(ModelReady(card))
+        self._emit(ModelReady(card, job.number))
 
     def answer(self, job: Ask) -> None:
         """Answer one turn.

@@ -127,6 +127,7 @@ OLLAMA_PARAMETERS = {
 }
 """ollama's names of parameters that the chat has."""
 
+HOW_TO_QUIT = "To leave, press Ctrl+Q or type /quit."
 SET_USAGE = "Use /set parameter NAME VALUE, /set system TEXT, /set think, /set nothink, /set verbose or /set quiet."
 
 
@@ -177,7 +178,7 @@ def completions(text: str) -> tuple[tuple[str, str], ...]:
 def parse(text: str, settings: Settings, card: ModelCard | None = None) -> Command:
     """Understand what was typed. A leading space sends text that begins with a slash."""
     if text.strip() in ("q", "quit", "exit"):
-        return Hint("To leave, press Ctrl+Q or type /quit.")
+        return Hint(HOW_TO_QUIT)
     if not text.startswith("/"):
         return Say(unquoted(text))
     name, _, value = text[1:].strip().partition(" ")
@@ -226,6 +227,8 @@ def _set(value: str, settings: Settings, card: ModelCard | None) -> Command:
         name, _, number = rest.partition(" ")
         if name in OLLAMA_PARAMETERS:
             return _change(OLLAMA_PARAMETERS[name], number.strip(), settings, card)
+        if name == "num_ctx":
+            return Hint("num_ctx has no meaning here: the context grows with the chat, up to the model's own length.")
         return Hint(f"/set parameter knows {', '.join(OLLAMA_PARAMETERS)}.")
     if what == "system" and rest:
         return _system(rest, settings)

@@ -9,26 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from json import loads
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dflash_mlx import demo, served
-from dflash_mlx.config import DraftConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.fit import CONTEXT, DraftNeed, Fit, activation_size, fit
 from dflash_mlx.hub.cache import DRAFT, TARGET, cached_snapshot
 from dflash_mlx.hub.local import LocalTarget, targets_here
-from dflash_mlx.hub.repository import read_object
+from dflash_mlx.hub.repository import Source, read_object
 from dflash_mlx.machine import Machine, this_machine
+from dflash_mlx.needs import DEMO_PARAMETERS, demo_sizes, stored_draft
 from dflash_mlx.pairing import registry
 from dflash_mlx.pairing.resolve import AUTO, Resolution, resolve
 from dflash_mlx.stored_weights import read_stored
 
 From: TypeAlias = Literal["demo", "hub cache", "LM Studio", "folder"]
-# The demo target before it is made: parameters of SmolLM2-135M, and bytes to fetch.
-_DEMO_PARAMETERS, _DEMO_BYTES = 134_515_008, 98_362_432
-_LISTED = "draft_vocabulary.json"
+_DEMO_BYTES = 98_362_432  # of the demo target, to fetch
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def demo_candidate(context: int = CONTEXT, machine: Machine | None = None) -> Ca
     machine = machine or this_machine()
     folder, size = demo.converted_folder(), 2 if machine.metal else 4
     need = _draft_need(demo.draft_folder(), size, machine)
-    config = read_object(folder / "config.json") if folder else dict(_sizes_by(need.config))
+    config = read_object(folder / "config.json") if folder else demo_sizes()
     return Candidate(
         name="demo",
         path_or_repo=registry.DEMO,
@@ -85,21 +82,8 @@ def demo_candidate(context: int = CONTEXT, machine: Machine | None = None) -> Ca
         draft_reason="it is the demo's own",
         runs=True,
         why=None,
-        fit=fit(config, _DEMO_PARAMETERS * size, need, context=context, size=size, machine=machine),
+        fit=fit(config, DEMO_PARAMETERS * size, need, context=context, size=size, machine=machine),
         here=folder is not None,
-    )
-
-
-def _sizes_by(draft: DraftConfig) -> dict[str, Any]:
-    """The demo target's sizes, which are its draft's but for the number of layers."""
-    return dict(
-        hidden_size=draft.hidden_size,
-        intermediate_size=draft.intermediate_size,
-        num_hidden_layers=draft.num_target_layers,
-        num_attention_heads=draft.num_heads,
-        num_key_value_heads=draft.num_kv_heads,
-        head_dim=draft.head_dim,
-        vocab_size=draft.vocab_size,
     )
 
 
@@ -151,16 +135,5 @@ def _draft_folder(resolution: Resolution) -> Path | None:
 
 
 def _draft_need(folder: Path, size: int, machine: Machine) -> DraftNeed:
-    """A draft's part of the memory. On a CPU it is unpacked to the target's type, on a GPU it stays as it is stored."""
-    content = read_object(folder / "config.json")
-    stored = read_stored(folder, content)
-    weights = stored.bytes if machine.metal else stored.parameters * size
-    return DraftNeed(DraftConfig.from_dict(content), weights, _listed(folder))
-
-
-def _listed(folder: Path) -> int:
-    """How many tokens it proposes from, if not all."""
-    try:
-        return len(loads((folder / _LISTED).read_text("utf-8"))["ids"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    """A draft's part of the memory."""
+    return stored_draft(Source(str(folder), DRAFT, folder=folder)).need(size, machine)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -38,7 +40,8 @@ def edit(text: str, environment: Mapping[str, str] | None = None) -> str:
         file = Path(folder) / "message.md"
         file.write_text(text, encoding="utf-8")
         try:
-            ended = subprocess.run([*line, str(file)], check=False)
+            with _ctrl_c_is_the_editors():
+                ended = subprocess.run([*line, str(file)], check=False)
         except OSError as error:
             raise EditorError(f"{line[0]} cannot be run ({error.strerror}). Set $EDITOR to a program.") from error
         if ended.returncode:
@@ -47,3 +50,14 @@ def edit(text: str, environment: Mapping[str, str] | None = None) -> str:
             return file.read_text(encoding="utf-8").removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise EditorError(f"What {line[0]} wrote cannot be read: {error}. The message is as it was.") from error
+
+
+@contextmanager
+def _ctrl_c_is_the_editors() -> Iterator[None]:
+    """A terminal sends Ctrl+C to every program in front, and the chat is one of them. To ignore the signal would be
+    inherited by the editor; a handler is not."""
+    former = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)

@@ -1,4 +1,5 @@
-"""Signals that end the process: the terminal was closed (SIGHUP), or somebody wants it gone (SIGTERM).
+"""Signals that end the process: the terminal was closed (SIGHUP), or somebody wants it gone (SIGTERM; SIGINT, since in
+the app Ctrl+C is a key and no signal).
 
 The app closes as it does on a key. If it cannot (its event loop may hang in a write to a terminal that is gone), the
 process ends all the same, after what is on the screen has been saved.
@@ -15,7 +16,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 GRACE_S = 8.0
 """From a signal to the end by force; more than what closing waits for the engine."""
 

@@ -103,6 +103,7 @@ class EngineThread(threading.Thread):
         number: int | None = None
         try:
             if isinstance(job, LoadModel):
+                number = job.number
                 engine.load(job)
             elif isinstance(job, Ask):
                 doing, number = "answer", job.turn

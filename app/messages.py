@@ -39,7 +39,7 @@ class ModelCard:
     block_size: int | None
     """What the draft runs unless told otherwise: anchor and draft tokens together."""
     ready_s: float
-    """From the launch to here: imports, fetching, loading."""
+    """From the launch to here, or from the choice of the model: imports, fetching, loading."""
     notes: tuple[str, ...] = ()
     """What the library warned about while it loaded, such as why there is no draft."""
     largest_block: int | None = None
@@ -55,6 +55,8 @@ class ModelCard:
     """What this machine recommends a process to use at most (Metal), or has (elsewhere)."""
     thinks: bool = False
     """The template can switch reasoning on and off."""
+    from_launch: bool = True
+    """`ready_s` counts from the program's start; else from when the model was chosen in it."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ class LoadCancelled:
 
 @dataclass(frozen=True)
 class ModelReady:
-    """Sent once, when the first question can be asked."""
+    """A pair is loaded, and questions can be asked."""
 
     card: ModelCard
+    number: int = 0
+    """Of the load, which may have been overtaken by another one."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ class EngineFailed:
     body: str
     fatal: bool
     turn: int | None = None
-    """The turn that failed; None outside a turn."""
+    """Number of the turn, race or load that failed; None if it was none of these."""
     details: str = ""
     """A traceback if this is a bug, to print when the app has closed; empty for errors meant for the user."""
 

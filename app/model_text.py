@@ -66,4 +66,6 @@ def found(candidates: list[Candidate], *, looking: bool) -> str:
     """The line under the list."""
     count = len(candidates)
     said = f"{count} model{'' if count == 1 else 's'}"
-    return f"{said} so far, looking on this machine" if looking else f"{said} on this machine"
+    if looking:
+        return f"{said} so far, looking on this machine"
+    return f"{said} on this machine; type ORG/MODEL to fetch another"

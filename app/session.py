@@ -68,7 +68,13 @@ class Session:
         self._engine.submit(self._load)
 
     def loaded(self, card: ModelCard) -> None:
-        self.card, self.loading = card, None
+        """What was measured is of another pair: the turn that loading stopped may have ended after it began."""
+        self.card, self.baseline, self.loading = card, None, None
+
+    @property
+    def wanted(self) -> str:
+        """The model that is loaded or being loaded, as it was asked for; empty before the first one."""
+        return self._load.model if self._number else ""
 
     def not_loaded(self) -> None:
         """Loading was cancelled or failed: there is no model now."""
@@ -157,6 +163,13 @@ class Session:
     def context_used(self) -> int:
         """Positions that the conversation takes, as of its newest answer."""
         return context_tokens(self.numbers)
+
+    @property
+    def known_notes(self) -> frozenset[str]:
+        """Notes of the turns before the last one."""
+        return frozenset(
+            note for turn in self.conversation.turns[:-1] if turn.numbers is not None for note in turn.numbers.notes
+        )
 
     # Going back -------------------------------------------------------------------------------------------
 

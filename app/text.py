@@ -66,7 +66,7 @@ def count(number: int, noun: str) -> str:
 def mode_badge(numbers: Numbers, card: ModelCard | None) -> str:
     """What the running or the last turn does, by its own account: `dflash B=4`, or `plain` with a reason."""
     if card is None or card.draft is None:
-        return "plain: no draft" if card is not None else "no model yet"
+        return "plain: no draft" if card is not None else "no model"
     if numbers.reading is not None:
         return f"reading {numbers.reading:.0%}"
     if numbers.mode == "plain":
@@ -148,5 +148,5 @@ def closing_line(done: TurnDone, *, empty: bool) -> str:
     if done.reason == "cancelled":
         return f"stopped, this much is kept · {line}"
     if done.reason == "length":
-        return f"{line} · token limit reached, /max raises it"
+        return f"token limit reached, /max raises it · {line}"
     return line

@@ -1,1 +1,1 @@
-"""Benchmarks. Run from a checkout: `python -m bench.demo`, `python -m bench.overhead`. Rules: bench/README.md."""
+"""Benchmarks: `dflash_mlx.bench`, in a checkout `python -m bench.overhead`, say. Rules and records: README.md here."""

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {"XDG_DATA_HOME": folder, "XDG_CONFIG_HOME": folder}
         pace = 1 / args.blocks_per_s
         arms = [run(name, args.blocks, pace) for _ in range(args.rounds) for name in ("off", "on", "on", "off")]
-    from bench import machine
+    from . import machine
 
     result: dict[str, Any] = {
         "schema": "dflash-chat-pace-1",

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.open("a").close()  # minutes of measuring come before it is written
         except OSError as error:
             parser().error(f"--json {args.json} cannot be written: {error.strerror}")
-    from bench import machine
+    from . import machine
 
     rows = []
     for name in dict.fromkeys(args.names or OPERATIONS):

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds has to be 1 or more, got {args.rounds}")
-    from bench import machine
+    from . import machine
 
     result: dict[str, Any] = {
         "schema": "dflash-overhead-3",

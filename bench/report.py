@@ -12,43 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import chat_page
+from . import chat_page, demo_page
+from .record import load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 TRAINING = ROOT / "bench" / "demo-draft"
 RUNS = ("first", "second")
 """Of the demo draft: each begins with the draft of the one before it."""
-
-
-def demo_table(result: dict[str, Any]) -> str:
-    """Per category and in all: identity, acceptance, and speed-ups on both clocks."""
-    machine, settings, total = result["machine"], result["settings"], result["all"]
-    lines = [
-        "| prompts | n | same tokens | tokens per cycle | drafts accepted | `dflash`, with prefill "
-        "| generation only | `auto`, with prefill | generation only |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in [*result["categories"].items(), ("**all**", total)]:
-        dflash, auto = row["dflash"], row["auto"]
-        lines.append(
-            f"| {name} | {row['prompts']} | {row['identical']} of {row['prompts']} "
-            f"| {row['mean_acceptance_length']:.2f} | {row['draft_acceptance_rate']:.0%} "
-            f"| {dflash['speedup_request']:.2f}x | {dflash['speedup_decode']:.2f}x "
-            f"| {auto['speedup_request']:.2f}x | {auto['speedup_decode']:.2f}x |"
-        )
-    lines += [
-        "",
-        "Times of `--mode plain` divided by those of `--mode dflash` and of the default, `--mode auto`. "
-        f"Single prompts range from {total['dflash']['min']:.2f}x to {total['dflash']['max']:.2f}x with `dflash` and "
-        f"from {total['auto']['min']:.2f}x to {total['auto']['max']:.2f}x with `auto`. "
-        f"Block {settings['block_size']}, greedy, "
-        f"at most {settings['tokens']} tokens, target in {settings['target_dtype']}; {machine['chip']}, "
-        f"{machine['cores']} cores, {machine['system']}, mlx {machine['mlx']}, {machine['date']}. {machine['blas']} "
-        f"Order per prompt: {settings['order']}. `{result['command']}`, "
-        "[bench/results/demo.json](bench/results/demo.json).",
-    ]
-    return "\n".join(lines)
 
 
 def overhead_table(result: dict[str, Any]) -> str:
@@ -128,12 +99,12 @@ def logs() -> list[list[dict[str, Any]]]:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "demo": lambda: demo_table(result("demo")),
+        "demo": lambda: demo_page.table(load(RESULTS / "demo.json")),
         "overhead": lambda: overhead_table(result("overhead")),
         "tour": lambda: chat_page.gallery(chat_page.tour(), ROOT / "README.md", chat_page.README),
     },
     "docs/chat.md": {
-        "tour": lambda: chat_page.gallery(chat_page.tour(), ROOT / "docs" / "chat.md", without=chat_page.README),
+        "tour": lambda: chat_page.gallery(chat_page.tour(), ROOT / "docs" / "chat.md"),
         "keys": chat_page.keys,
         "commands": chat_page.commands,
     },
@@ -165,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Tables of {page} differ: run python -m bench.report")
         else:
             path.write_text(new)
+    if not check:
+        demo_page.draw(load(RESULTS / "demo.json"), RESULTS)
     if check and not differs:
         print("The tables agree.")
     return int(check and differs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# In a bare checkout (no install) `dflash_mlx.app` and `dflash_mlx.metal` live beside this folder.
+# In a bare checkout (no install) `dflash_mlx.app`, `.metal` and `.bench` live beside this folder.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "app").is_dir():
     __path__.append(str(_root))

@@ -12,8 +12,10 @@ USAGE = f"""dflash_mlx {__version__}: exact DFlash speculative decoding on MLX.
   python -m dflash_mlx.chat       a chat in the terminal                     (dflash-metal chat)
   python -m dflash_mlx.generate   one prompt, text or JSON                   (dflash-metal generate)
   python -m dflash_mlx models     the drafts there are, or a target's draft  (dflash-metal models)
+  python -m dflash_mlx plan       does a pair fit here, and can it pay       (dflash-metal plan)
   python -m dflash_mlx convert    a draft or a target as an MLX folder       (dflash-metal convert)
   python -m dflash_mlx train      a draft for a model of your own            (dflash-metal train)
+  python -m dflash_mlx bench      what drafts are worth here, in numbers     (dflash-metal bench)
   python -m dflash_mlx doctor     what runs on this machine, and why         (dflash-metal doctor)
 
 Each takes --help. In Python: from dflash_mlx import load, generate, stream_generate
@@ -38,6 +40,12 @@ def _models(argv: Sequence[str]) -> int:
     return models_main(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from dflash_mlx.plan_command import plan_main
+
+    return plan_main(argv)
+
+
 def _convert(argv: Sequence[str]) -> int:
     from dflash_mlx.convert_command import convert_main
 
@@ -50,6 +58,12 @@ def _train(argv: Sequence[str]) -> int:
     return train_main(argv)
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from dflash_mlx.bench_command import bench_main
+
+    return bench_main(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from dflash_mlx.doctor_command import doctor_main
 
@@ -60,8 +74,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "chat": _chat,
     "generate": _generate,
     "models": _models,
+    "plan": _plan,
     "convert": _convert,
     "train": _train,
+    "bench": _bench,
     "doctor": _doctor,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--demo", dest="model", action="store_const", const=DEMO, help="the same as --model demo")
     made.set_defaults(model=None)
     add_sampling_arguments(made, Settings().max_tokens)
+    made.set_defaults(theme=None)  # of config.toml only
     return made
 
 
@@ -64,8 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, 1 after an error, 2 for bad arguments, 130 after Ctrl-C in the plain path.
     """
+    launched_at = time.perf_counter()
+    if sys.stderr is None:  # closed by the shell (`2>&-`); the file takes its number, which nothing else should get
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        return _chat(argv, time.perf_counter())
+        return _chat(argv, launched_at)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -118,10 +123,12 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 def _use_config(made: argparse.ArgumentParser, places: Places) -> str:
     """Take what config.toml says for what the command line does not; returns what is wrong with it, or nothing."""
     try:
-        configured = from_config(places).settings
+        config = from_config(places)
     except ValueError as error:
         return str(error)
+    configured = config.settings
     made.set_defaults(
+        theme=config.theme,
         temp=configured.temperature,
         top_p=configured.top_p,
         min_p=configured.min_p,
@@ -201,9 +208,14 @@ def _open_app(load: LoadModel, settings: Settings, args: argparse.Namespace) -> 
         save=not args.no_save,
         metrics=not args.no_metrics,
         options=load,
+        theme=args.theme,
     )
-    app.run()
-    finished = app.close_engine(QUIT_TIMEOUT_S)
+    try:
+        app.run()
+        finished = app.close_engine(QUIT_TIMEOUT_S)
+    except KeyboardInterrupt:  # the terminal is the user's again, and they will not wait
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is saved now is saved whole
+        finished = app.close_engine(0.0)
     for text in app.tracebacks:
         sys.stderr.write(text)
     if app.last_words:
@@ -211,7 +223,6 @@ def _open_app(load: LoadModel, settings: Settings, args: argparse.Namespace) -> 
     code = app.return_code or 0
     if app.failure is not None:
         sys.stderr.write(f"{visible(app.failure.title)}: {visible(app.failure.body)}\n")
-        code = code or 1
     if not finished:
         # The engine sits in something that cannot be interrupted, an import or one very long step. Running the
         # interpreter down under it is what makes MLX abort; the terminal has been restored already.

@@ -1,7 +1,7 @@
 """`dflash-metal doctor`: what this machine runs on and why, in lines or as one JSON object.
 
 Each part is a function that examines one thing and returns plain values; `lines` shows them. What the user should
-repair is a problem and sets the exit status. MLX is imported after the arguments are read.
+repair is a problem, says what to do and sets the exit status. MLX is imported after the arguments are read.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx import __version__
+from dflash_mlx import environment
 from dflash_mlx.cli import add_kernels_argument, check_kernels_argument, guarded
+from dflash_mlx.environment import versions as versions
 
 if TYPE_CHECKING:
     from dflash_mlx.kernels.gate import Gate
@@ -25,9 +24,12 @@ UNRACED_HERE = "not raced here yet: `generate` and `chat` do it when they load a
 
 def doctor_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dflash_mlx doctor", description="Say what runs here: versions, device, BLAS, kernels and why."
+        prog="python -m dflash_mlx doctor",
+        description="Say what runs here and why, decode a little, and say what to repair.",
     )
     add_kernels_argument(parser)
+    skipping = "do not decode 20 tokens with and without drafts (the demo pair if it is here, else a random one)"
+    parser.add_argument("--no-self-test", dest="self_test", action="store_false", help=skipping)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -41,31 +43,35 @@ def doctor_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    found = examine(args.kernels)
+    found = examine(args.kernels, decoding=args.self_test)
     print(json.dumps(found, ensure_ascii=False, indent=1) if args.json else "\n".join(lines(found)))
     return 1 if found["problems"] else 0
 
 
-def examine(wish: str = "auto", gate: Gate | None = None) -> dict[str, Any]:
-    """Everything, as plain values; unknown is None."""
+def examine(wish: str = "auto", gate: Gate | None = None, *, decoding: bool = False) -> dict[str, Any]:
+    """Everything, as plain values; unknown is None. decoding: whether the self-test is run."""
     problems: list[str] = []
+    made = versions()
     return {
-        "versions": versions(),
+        "environment": environment.environment(),
+        "versions": made,
+        "tested": environment.tested(made, problems),
+        "foreign": environment.foreign(problems),
         "device": device(),
+        "memory": environment.memory(),
         "cpu": cpu_backend(problems),
+        "caches": environment.caches(problems),
         "kernels": kernels(wish, gate),
+        "self_test": decoded(wish, problems) if decoding else None,
         "problems": problems,
     }
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"dflash_mlx": __version__, "python": platform.python_version()}
-    for name in ("mlx", "mlx-lm", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # a checkout on the path
-            found[name] = None
-    return found
+def decoded(wish: str, problems: list[str]) -> dict[str, Any]:
+    """The self-test, after `cpu_backend` bound what it runs on."""
+    from dflash_mlx.self_test import self_test
+
+    return self_test(wish, problems)
 
 
 def device() -> dict[str, Any]:
@@ -141,11 +147,15 @@ def lines(found: dict[str, Any]) -> list[str]:
     made, on, cpu, kernel = (found[part] for part in ("versions", "device", "cpu", "kernels"))
     generation = "" if on["generation"] is None else f", generation {on['generation']}"
     rows = [
+        ("package", found["environment"]["package"]),
         ("versions", ", ".join(f"{name} {number or '?'}" for name, number in made.items())),
+        *(("", _newer(row)) for row in found["tested"] if row["state"] == "newer"),
         ("device", f"{on['name']} ({on['architecture']}{generation}), {on['system']}, MLX computes on {on['default']}"),
         ("metal", "kernels run" if on["metal"] else on["reason"]),
         ("", on["remark"]),
+        ("memory", f"{_gb(found['memory']['bytes'])}, of which a model may use {_gb(found['memory']['usable_bytes'])}"),
         ("blas", cpu and cpu["note"]),
+        *(("cache", _cache(cache)) for cache in found["caches"]),
     ]
     for operation in kernel["operations"]:
         opened = sum(race["reason"] is None for race in operation["races"])
@@ -154,8 +164,22 @@ def lines(found: dict[str, Any]) -> list[str]:
         rows.append(("kernel", f"{operation['name']:<12}  {operation['uses']}{shapes}{why}"))
         rows += [("", f"  {_race(race)}") for race in operation["races"]]
     rows += [("races", kernel["file"]), ("", kernel["note"])]
+    if test := found["self_test"]:
+        rows.append(("self-test", f"{test['pair'] or 'no pair'}, with and without drafts: {test['explanation']}"))
     rows += [("problem", problem) for problem in found["problems"]] or [("problem", "none")]
     return [f"{name:<9}  {text}" for name, text in rows if text]
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _newer(row: dict[str, Any]) -> str:
+    return f"{row['name']} {row['version']} is newer than {row['newest']}, with which this version was tested"
+
+
+def _cache(cache: dict[str, Any]) -> str:
+    return f"{cache['name']}: {_gb(cache['bytes'])} in {cache['path']}, {_gb(cache['free_bytes'])} free"
 
 
 def _race(race: dict[str, Any]) -> str:

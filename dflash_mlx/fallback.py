@@ -52,7 +52,7 @@ def why_not_over(entries: list | None) -> str | None:
 
 
 def _why_not_on_cpu(dtype: mx.Dtype) -> str | None:
-    """On a CPU a block is cheaper than its tokens one by one only in float32 with a real BLAS (bench/demo.py)."""
+    """On a CPU a block is cheaper than its tokens one by one only in float32 with a real BLAS (bench/LOG.md)."""
     if dtype != mx.float32:
         return (
             f"the target runs in {str(dtype).removeprefix('mlx.core.')} on a CPU, where every drafted token costs as "

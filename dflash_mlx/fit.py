@@ -1,8 +1,8 @@
 """Does a pair fit into this machine's memory: an estimate from metadata alone, part by part.
 
-Weights and caches are counted; what a forward needs beside them is a formula. Against MLX's peak on a CPU (mlx
-0.32.4): the demo pair in float32 with 100 to 3,000 tokens of prompt 0 to 2 % too much; tiny random targets of 6 to 11
-MB in all -1 to +14 % where the prompt is read in whole pieces. Not measured on a Mac.
+Weights and caches are counted; what a forward needs beside them is a formula (`dflash_mlx.piece`). Against MLX's peak
+on a CPU (mlx 0.32.4): the demo pair in float32 with prompts of 100 to 2,000 tokens within 0.2 %; random targets of 2 to
+25 MB in all within 7 % (`tests/test_fit.py`), but for Mamba-2 in bfloat16, within 16 %. Not measured on a Mac.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.layer_sizes import STEP, TextSizes, sizes_of
+from dflash_mlx.layer_sizes import STEP, Layer, TextSizes, sizes_of
 from dflash_mlx.machine import Machine, this_machine
+from dflash_mlx.piece import piece_bytes
 
 Verdict: TypeAlias = Literal["fits", "tight", "too large", "unknown"]
 CONTEXT = 4096
 TIGHT = 0.9  # of what may be used; above, a longer conversation or another program is too much
 SNAPSHOTS = 4  # of the prompt cache, `prompt_cache.SNAPSHOTS`
+KV_START = 5000  # positions from which on `kv_bits` are honoured, in mlx_lm and here
 _STATE_BYTES = 4  # recurrent states are float32
-# Of each position of a piece of the prompt: arrays of hidden and of intermediate size that are alive at once.
-_HIDDEN, _INTERMEDIATE = 8, 3
 
 
 @dataclass(frozen=True)
 class Parts:
     """Bytes at the peak.
 
-    target, draft: weights, with the rows of the head that a draft copies. context: keys, values and states of the
-    target; draft_context: of the draft. snapshots: states and windows that a conversation comes back to. work: of one
-    forward.
+    target, draft: weights, with the rows of the head that a draft copies. context: keys and values of the target;
+    draft_context: of the draft. states: recurrent ones, before and after a block. snapshots: states and windows that a
+    conversation comes back to. work: activations of one piece of the prompt. block: what a block of drafts needs beyond
+    that; the two come one after the other.
     """
 
     target: int
     draft: int = 0
     context: int = 0
     draft_context: int = 0
+    states: int = 0
     snapshots: int = 0
     work: int = 0
+    block: int = 0
 
     @property
     def total(self) -> int:
@@ -69,12 +72,52 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What changes the need of a pair.
+
+    context: positions, prompt and answer together. size: bytes of an activation. kv_bits, kv_group_size: of the
+    target's keys and values once it holds `kv_start` positions. block: anchor and drafts; the draft's own if None.
+    snapshots: places that a conversation comes back to.
+    """
+
+    context: int = CONTEXT
+    size: int = 2
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    kv_start: int = KV_START
+    block: int | None = None
+    snapshots: int = SNAPSHOTS
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values ever are."""
+        return self.kv_bits is not None and self.context > self.kv_start
+
+    def kept(self, sizes: TextSizes, context: int, chunk: int) -> int:
+        """Bytes of the target's keys and values; when they are quantised, those not quantised yet may be more."""
+        if not self.quantized or self.kv_bits is None:
+            return self.size * sizes.rows(context, chunk)
+        full = sum(layer.elements(context, chunk) for layer in sizes.layers if layer.window is None)
+        start = sum(
+            layer.elements(min(context, self.kv_start), chunk) for layer in sizes.layers if layer.window is None
+        )
+        windows = sizes.rows(context, chunk) - full
+        each = self.kv_bits / 8 + 2 * self.size / self.kv_group_size  # with a scale and a bias for every group
+        return self.size * windows + max(round(each * full), round(self.size * start))
+
+
+@dataclass(frozen=True)
 class DraftNeed:
     """A draft. weights: bytes in memory. listed: tokens that it proposes from, if not all."""
 
     config: DraftConfig
     weights: int
     listed: int = 0
+
+    @property
+    def block(self) -> int:
+        """Anchor and drafts that are run by default."""
+        return self.config.runtime_block_size or self.config.block_size
 
     def context(self, length: int, size: int) -> int:
         """Bytes of its keys and values."""
@@ -110,30 +153,65 @@ def fit(
     sizes = sizes_of(config)
     if sizes is None or weights is None:
         return Fit("unknown", None, machine.usable / 1e9)
-    return Fit.of(
-        parts_of(sizes, weights, draft, context, size or activation_size(config), machine, unread_draft), machine
-    )
+    settings = Settings(context, size or activation_size(config))
+    return Fit.of(parts_of(sizes, weights, draft, settings, machine, unread_draft), machine)
 
 
 def parts_of(
     sizes: TextSizes,
     weights: int,
     draft: DraftNeed | None,
-    context: int,
-    size: int,
+    settings: Settings,
     machine: Machine,
     unread_draft: bool = False,
 ) -> Parts:
     """The parts, for `fit`."""
-    windows = sum(layer.elements(context, machine.chunk) for layer in sizes.layers if layer.window is not None)
+    context, size = settings.context, settings.size
+    copied = sum(
+        _STATE_BYTES * layer.state or size * layer.snapshot(context) for layer in sizes.layers if _snaps(layer)
+    )
+    work = _work(sizes, draft, settings, machine)
     return Parts(
         target=weights,
         draft=_draft_weights(sizes, draft, size, unread_draft),
-        context=size * sizes.rows(context, machine.chunk) + 2 * _STATE_BYTES * sizes.states,  # before and after a block
+        context=settings.kept(sizes, context, machine.chunk),
         draft_context=draft.context(context, size) if draft is not None else 0,
-        snapshots=SNAPSHOTS * (_STATE_BYTES * sizes.states + size * windows),
-        work=_work(sizes, draft, context, size, machine),
+        states=2 * _STATE_BYTES * sizes.states,
+        snapshots=settings.snapshots * copied,
+        work=work,
+        block=max(0, block_bytes(sizes, draft, settings) - work),
     )
+
+
+def _work(sizes: TextSizes, draft: DraftNeed | None, settings: Settings, machine: Machine) -> int:
+    """The most by which a piece of the prompt exceeds what is held at the end: the last whole one, or what remains.
+
+    The draft's context takes a piece in when the target is through with it.
+    """
+    context, size = settings.context, settings.size
+    taps = draft.config.target_layer_ids if draft is not None else ()
+    whole = context // machine.chunk * machine.chunk
+    pieces = [(whole, machine.chunk)] * (whole > 0) + [(context, context - whole)] * (whole < context)
+
+    def held(end: int, start: int) -> int:
+        drafts = draft.context(start, size) if draft is not None else 0
+        return settings.kept(sizes, end, machine.chunk) + drafts
+
+    def exceeds(end: int, chunk: int) -> int:
+        there = piece_bytes(sizes, end, chunk, size, metal=machine.metal, quantized=settings.quantized, taps=taps)
+        return there - (held(context, context) - held(end, end - chunk))
+
+    return max(0, *(exceeds(*piece) for piece in pieces))
+
+
+def _snaps(layer: Layer) -> bool:
+    return layer.state > 0 or layer.window is not None
+
+
+def block_bytes(sizes: TextSizes, draft: DraftNeed | None, settings: Settings) -> int:
+    """Of one block beside caches: logits of target and draft, in float32 where they are compared."""
+    rows = 1 if draft is None else settings.block or draft.block
+    return 2 * 4 * rows * sizes.vocabulary
 
 
 def _draft_weights(sizes: TextSizes, draft: DraftNeed | None, size: int, unread: bool) -> int:
@@ -144,17 +222,6 @@ def _draft_weights(sizes: TextSizes, draft: DraftNeed | None, size: int, unread:
     if draft is not None:
         return draft.weights + draft.listed * sizes.hidden * size
     return 2 * 70 * sizes.hidden**2 if unread else 0
-
-
-def _work(sizes: TextSizes, draft: DraftNeed | None, context: int, size: int, machine: Machine) -> int:
-    """Of one piece of the prompt, or of one block. What is tapped for the draft is kept until the piece is read."""
-    chunk, taps, block = min(context, machine.chunk), 0, 1
-    if draft is not None:
-        taps, block = len(draft.config.target_layer_ids), draft.config.runtime_block_size or draft.config.block_size
-    rows = size * chunk * ((_HIDDEN + taps) * sizes.hidden + _INTERMEDIATE * sizes.intermediate)
-    if not machine.metal:  # whose kernel stores no scores, and needs no mask
-        rows += chunk * context * (size * sizes.heads + 1)
-    return max(rows, 2 * 4 * block * sizes.vocabulary)
 
 
 def activation_size(config: Mapping[str, Any]) -> int:

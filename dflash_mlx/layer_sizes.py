@@ -63,6 +63,7 @@ class Mlp:
     experts: int = 0
     expert: int = 0
     held: int = 0
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,16 @@ def _sizes(text: Mapping[str, Any]) -> TextSizes:
     positions = text.get("max_position_embeddings")
     return TextSizes(
         hidden=hidden,
-        mlp=_mlp(text, hidden),
+        mlp=_mlp(text, hidden, len(kinds)),
         vocabulary=int(text["vocab_size"]),
         layers=tuple(layers),
-        tied=bool(text.get("tie_word_embeddings")),
+        tied=bool(text.get("tie_word_embeddings", True)),
         positions=int(positions) if positions else None,
         kind=str(text.get("model_type") or ""),
     )
 
 
-def _mlp(text: Mapping[str, Any], hidden: int) -> Mlp:
+def _mlp(text: Mapping[str, Any], hidden: int, depth: int) -> Mlp:
     def size(*names: str) -> int:
         return next((int(text[name]) for name in names if text.get(name)), 0)
 
@@ -128,7 +129,10 @@ def _mlp(text: Mapping[str, Any], hidden: int) -> Mlp:
     if not used or not held:
         return Mlp(size("intermediate_size", "block_ff_dim") or 4 * hidden)
     shared = size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-    return Mlp(shared, used, size("moe_intermediate_size", "intermediate_size"), held)
+    letters = text.get("hybrid_override_pattern")
+    dense = len(text.get("mlp_only_layers") or ()) + size("first_k_dense_replace", "num_dense_layers")
+    layers = depth - dense if letters is None else list(letters).count("E")
+    return Mlp(shared, used, size("moe_intermediate_size", "intermediate_size"), held, layers)
 
 
 def _kinds(text: Mapping[str, Any]) -> Sequence[str | None]:

@@ -16,7 +16,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-from bench import demo
 from dflash_mlx import stream_generate
 from dflash_mlx.accept import Matching, make_decider
 from dflash_mlx.blocksize import FixedBlock
@@ -522,23 +521,6 @@ def test_seeded_text_is_compared_with_its_draws(tokenizer) -> None:
     assert (found.kind, found.index, found.expected_token) == ("bug", 9, tokens[9])
     for wrong in (tokens[:-1], [*tokens, 7]):
         assert check(model, tokenizer, PROMPT, wrong, **request).kind == "bug"
-
-
-def test_the_benchmark_reports_the_worst_difference_and_fails_on_a_bug(tokenizer, capsys, monkeypatch) -> None:
-    """Its tables count an answer as the same only if all of its runs are."""
-    model, index, rival = nearly_tied("llama", 2, 2)
-    monkeypatch.setattr(sys.modules["dflash_mlx.generate"], "encode", lambda *args: PROMPT)
-    plain = mlx_lm_tokens(model)
-    near, bug = replaced(plain, index, rival), replaced(plain, 20, (plain[20] + 1) % 257)
-    same = {"identical": True, "diverges_at": None}
-    assert demo.same_tokens((model, tokenizer, None), "hello", [plain, list(plain)]) == same
-    for answers, kind, at in (([plain, plain, near], "near-tie", index), ([plain, near, bug], "bug", 20)):
-        row = demo.same_tokens((model, tokenizer, None), "hello", answers)
-        assert (row["identical"], row["divergence"], row["diverges_at"]) == (False, kind, at) and row["margin"] > 0
-        assert f"{kind}: After {at} equal tokens" in capsys.readouterr().err
-        monkeypatch.setattr(demo, "run", lambda args, row=row: {"prompts": [row]})
-        monkeypatch.setattr(demo, "summary", lambda result: [])
-        assert demo.main([]) == (kind == "bug")
 
 
 def test_the_limit_is_that_of_the_coarsest_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
     {"errors", "stats", "proposal", "stops", "segments", "templates", "threads", "blocksize", "files"},
-    {"config", "spellings"},
-    {"hub"},
+    {"config", "spellings", "machine", "chips", "served", "stored_weights"},
+    {"hub", "layer_sizes"},
+    {"piece"},
+    {"fit"},
+    {"regime"},
     {"elf", "openblas", "blas", "cpu", "demo"},
     {"kernels"},
     {"sampling", "layer_state"},
@@ -28,9 +31,23 @@ LAYERS = [
     {"request", "load_target", "load", "report", "conversion", "convert"},
     {"generate"},
     {"divergence"},
-    {"cli", "generate_command", "models_command", "convert_command", "doctor_command"},
+    {
+        "cli",
+        "needs",
+        "plan",
+        "planned",
+        "generate_command",
+        "models_command",
+        "plan_command",
+        "convert_command",
+        "doctor_command",
+        "environment",
+        "self_test",
+    },
     {"training"},
     {"train_command"},
+    {"bench"},
+    {"bench_command"},
     {"app"},
     {"chat"},
     {"__main__"},
@@ -47,7 +64,17 @@ def test_importing_the_package_imports_no_mlx() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["generate", "chat", "__main__", "__main__ models", "__main__ doctor", "__main__ train"]
+    "module",
+    [
+        "generate",
+        "chat",
+        "__main__",
+        "__main__ models",
+        "__main__ plan",
+        "__main__ doctor",
+        "__main__ train",
+        "__main__ bench",
+    ],
 )
 def test_help_imports_no_mlx(module: str) -> None:
     name, *words = module.split()

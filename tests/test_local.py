@@ -97,6 +97,7 @@ def test_links_that_lead_back_end_and_no_model_is_listed_twice(hub: FakeHub, hom
     os.symlink(root, root / "again")
     os.symlink(root / "model", root / "alias")
     os.symlink(root / "nowhere", root / "dangling")
+    os.symlink(root / "circle", root / "circle")
     assert len(names(home, root)) == 1
 
 

@@ -24,16 +24,19 @@ def tree_files() -> set[str]:
             names.add(name)
         elif top in ("app", "metal") and rest.endswith(DATA):
             names.add(f"dflash_mlx/{top}/{rest}")
+        elif top == "bench" and (rest.endswith(".py") or rest.startswith(("README.md", "presets.toml", "prompts/"))):
+            names.add(f"dflash_mlx/{top}/{rest}")  # results and trainings stay behind
     return names
 
 
 def test_every_subpackage_is_listed() -> None:
-    """The mapping of app/ and metal/ needs each of them by name."""
+    """The mapping of app/, metal/ and bench/ needs each of them by name."""
     import tomllib
 
     packages = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = set()
-    for base, parents in (("dflash_mlx", ()), ("app", ("dflash_mlx",)), ("metal", ("dflash_mlx",))):
+    for base in ("dflash_mlx", "app", "metal", "bench"):
+        parents = () if base == "dflash_mlx" else ("dflash_mlx",)
         for init in (ROOT / base).rglob("__init__.py"):
             found.add(".".join((*parents, *init.parent.relative_to(ROOT).parts)))
     assert packages == found
@@ -56,7 +59,8 @@ def test_a_bare_checkout_finds_app_and_metal_whatever_lies_in_the_working_direct
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()];"
         f"sys.path[:] = ['', {str(ROOT)!r}, *sys.path];"
-        "import dflash_mlx.app, dflash_mlx.metal; print(dflash_mlx.app.__file__); dflash_mlx.metal.names()"
+        "import dflash_mlx.app, dflash_mlx.metal, dflash_mlx.bench.record;"
+        "print(dflash_mlx.app.__file__); dflash_mlx.metal.names()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

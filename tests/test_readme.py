@@ -36,7 +36,7 @@ def modules() -> list[list[str]]:
 
 
 def test_the_readme_names_the_commands() -> None:
-    assert {words[0] for words in modules()} == {"dflash_mlx.chat", "dflash_mlx.generate", "dflash_mlx", "bench.demo"}
+    assert {words[0] for words in modules()} == {"dflash_mlx.chat", "dflash_mlx.generate", "dflash_mlx"}
     named = set(re.findall(r"`dflash-metal ([a-z]+)", README))
     assert {"models", "convert", "doctor"} <= named <= set(COMMANDS)
 
@@ -44,13 +44,14 @@ def test_the_readme_names_the_commands() -> None:
 @pytest.mark.parametrize("words", modules(), ids=" ".join)
 def test_every_command_of_the_readme_is_accepted(words: list[str]) -> None:
     """The arguments parse; the network test below runs one for real."""
-    from bench import demo
-    from dflash_mlx import chat, cli, models_command
+    from dflash_mlx import bench_command, chat, cli, doctor_command, models_command, plan_command
 
     parsers = {
         "dflash_mlx.chat": chat.parser,
         "dflash_mlx.generate": cli.generate_parser,
-        "bench.demo": demo.parser,
+        "bench": bench_command.bench_parser,
+        "plan": plan_command.plan_parser,
+        "doctor": doctor_command.doctor_parser,
         "models": models_command.models_parser,
     }
     name, *rest = words[1:] if words[0] == "dflash_mlx" else words

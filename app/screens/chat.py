@@ -34,7 +34,8 @@ from dflash_mlx.app.widgets.answer_markdown import AnswerMarkdown
 from dflash_mlx.app.widgets.answer_parser import code_blocks
 from dflash_mlx.app.widgets.prompt import Prompt
 
-HOW_TO_QUIT = "Nothing to stop or copy. Ctrl+Q quits."
+NOTHING_RUNS = "Nothing to stop or copy. Ctrl+Q quits."
+HOW_TO_CLEAR = "Nothing to stop or copy. Ctrl+U empties the box, Ctrl+Q quits."
 
 
 class ChatScreen(Dialogs):
@@ -53,13 +54,14 @@ class ChatScreen(Dialogs):
     async def _submitted(self, event: Prompt.Submitted) -> None:
         command = commands.parse(event.text, self.session.settings, self.session.card)
         if isinstance(command, commands.Say):
-            if await self.say(command.text, event.pressed_at):
-                self.prompt.clear()
+            if not await self.say(command.text, event.pressed_at):
+                self.prompt.give_back(event.text)
             return
         if isinstance(command, commands.Hint):
             self.hint(command.text)
+            self.prompt.give_back(event.text)
             return
-        self.leave_editing()
+        self.leave_editing(clear=False)
         self.history.add(event.text)
         self.hint("")
         if isinstance(command, commands.Change):
@@ -72,9 +74,10 @@ class ChatScreen(Dialogs):
     @on(Prompt.Edited)
     def _edited(self) -> None:
         self.hint("")
+        self._suggest()
 
     @on(TextArea.Changed)
-    def _text_changed(self) -> None:
+    def _suggest(self) -> None:
         """Commands that begin like this one."""
         rows = commands.completions(self.prompt.text)
         if rows:
@@ -82,6 +85,10 @@ class ChatScreen(Dialogs):
             if len(lines) > HINT_ROWS:
                 lines = [*lines[: HINT_ROWS - 1], Content(f"and {len(rows) - HINT_ROWS + 1} more; F1 lists them all")]
             self.hint(Content("\n").join(lines))
+
+    @on(Prompt.LeaveWanted)
+    def _leave_wanted(self) -> None:
+        self.hint(commands.HOW_TO_QUIT)
 
     @on(Prompt.Recall)
     def _recall(self, event: Prompt.Recall) -> None:
@@ -106,7 +113,7 @@ class ChatScreen(Dialogs):
         elif self.session.busy:
             self.action_stop()
         else:
-            self.hint(HOW_TO_QUIT)
+            self.hint(HOW_TO_CLEAR if self.prompt.text else NOTHING_RUNS)
 
     def action_copy_answer(self) -> None:
         if answer := self._last_answer:
@@ -162,8 +169,9 @@ class ChatScreen(Dialogs):
             case ModelLoading(text=text, fraction=fraction):
                 if self.session.loading is not None:
                     self.show_loading(text, fraction)
-            case ModelReady(card=card):
-                await self._ready(card)
+            case ModelReady(card=card, number=number):
+                if number == self.session.loading:
+                    await self._ready(card)
             case LoadCancelled(number=number):
                 if number == self.session.loading:
                     self.session.not_loaded()
@@ -197,15 +205,20 @@ class ChatScreen(Dialogs):
     async def _engine_failed(self, failed: EngineFailed) -> None:
         if failed.details:
             self.chat_app.tracebacks.append(failed.details)
+        session = self.session
         if failed.fatal:
+            if session.loading is not None and failed.turn not in (None, session.loading):
+                return  # of a load that was overtaken by another one
             self.chat_app.failure = failed
-            self.session.not_loaded()
+            session.not_loaded()
             self.show_unloaded()
             self.welcome.show_failure(failed.title, failed.body)
-        if failed.turn is not None and self.session.is_open(failed.turn):
-            await self.turn_failed(failed, failed.turn)
-        elif self.session.racing is not None:
-            self.session.raced()  # its screen says why
+        turn = session.conversation.open_turn
+        if turn is not None and (failed.fatal or failed.turn == turn.number):
+            await self.turn_failed(failed, turn.number)
+        elif session.racing is not None and failed.turn in (None, session.racing):
+            session.raced()  # its screen says why
+            await self.send_waiting()
         elif not failed.fatal or self.has_class("-chatting"):
             await self.notice(failed.title, failed.body, error=True)
         self.show_waiting()

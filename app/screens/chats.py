@@ -19,7 +19,11 @@ from dflash_mlx.app.lines import StoreError
 from dflash_mlx.app.store import ChatStore, ChatSummary
 from dflash_mlx.app.text import count, visible
 
-KEYS = "Enter resume · Ctrl+R rename · Ctrl+D delete · Ctrl+E export · Esc back"
+KEYS = (
+    "Enter resume · Ctrl+R rename · Ctrl+D delete · Ctrl+E export · Esc back",
+    "Enter resume · ^R rename · ^D delete · ^E export · Esc",
+)
+"""On the border, by how much room there is."""
 NO_CHATS = "No chat is saved yet: the first question of one saves it."
 
 Doing = Literal["search", "rename", "delete"]
@@ -65,7 +69,7 @@ class ChatsScreen(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="sheet") as sheet:
             sheet.border_title = "Chats"
-            sheet.border_subtitle = KEYS
+            sheet.border_subtitle = KEYS[0]
             yield Input(placeholder="Search titles", select_on_focus=False)
             list_ = OptionList()
             list_.can_focus = False
@@ -74,6 +78,10 @@ class ChatsScreen(ModalScreen[str | None]):
 
     def on_mount(self) -> None:
         self._fill()
+
+    def on_resize(self) -> None:
+        sheet = self.query_one("#sheet")
+        sheet.border_subtitle = KEYS[0] if len(KEYS[0]) + 4 <= self.size.width else KEYS[1]
 
     @property
     def _marked(self) -> ChatSummary | None:

@@ -76,7 +76,7 @@ class ControlsScreen(ModalScreen[Settings | None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="fields", can_focus=False) as fields:
-            fields.border_title = "controls"
+            fields.border_title = "Controls"
             fields.border_subtitle = "Enter apply · Esc leave as is · ↑↓ field · ←→ choose"
             for field in FIELDS:
                 yield FieldRow(field, self._settings, self._card)

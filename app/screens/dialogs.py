@@ -20,19 +20,28 @@ from dflash_mlx.app.screens.talk import NOT_NOW, Talk
 from dflash_mlx.app.settings import Settings
 from dflash_mlx.app.widgets.prompt import Prompt
 
+TITLES = {"parameters": "Parameters", "system": "System prompt"}
+"""Of the sheet that `/show` opens."""
+
 
 class Dialogs(Talk):
     """`action_<name>` is the action of the table, `command_<name>` the same with a value behind the slash command."""
 
     # Chats ------------------------------------------------------------------------------------------------
 
-    async def action_clear(self) -> None:
+    def action_clear(self) -> None:
+        self.call_next(self._clear)
+
+    async def _clear(self) -> None:
         self.session.clear()
         await self.show_conversation()
 
     def action_chats(self) -> None:
+        def chosen(id: str | None) -> None:
+            self.call_next(self.resume, id)
+
         keeper = self.session.keeper
-        self.app.push_screen(ChatsScreen(keeper.store, keeper.id), self.resume)
+        self.app.push_screen(ChatsScreen(keeper.store, keeper.id), chosen)
 
     async def command_chats(self, value: str) -> None:
         await self.resume(value)
@@ -65,6 +74,9 @@ class Dialogs(Talk):
 
     async def command_export(self, value: str) -> None:
         session = self.session
+        if not session.conversation.turns:
+            self.hint("There is no message to export yet.")
+            return
         title = session.keeper.title or "Chat"
         model = session.card.model or session.card.target if session.card is not None else ""
         path = Path(value or export.default_name(title)).expanduser()
@@ -129,7 +141,7 @@ class Dialogs(Talk):
         sections = info(session.card, session.settings, session.keeper.id)
         prompt = ("System prompt", (("", session.settings.system or "the template's own"),))
         shown = {"parameters": sections[1:2], "system": (prompt,)}
-        self.app.push_screen(Sheet("dflash", shown.get(value, sections)))
+        self.app.push_screen(Sheet(TITLES.get(value, "What is loaded"), shown.get(value, sections)))
 
     @on(Prompt.HelpWanted)
     def action_help(self) -> None:

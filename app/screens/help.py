@@ -25,7 +25,7 @@ class HelpScreen(Sheet):
 
     def __init__(self) -> None:
         super().__init__(
-            "dflash",
+            "Help",
             (("Keys", key_rows()), ("Commands", (*command_rows(), *setting_rows())), ("Numbers", MEANING)),
         )
 
@@ -48,7 +48,7 @@ def model_rows(card: ModelCard | None) -> tuple[tuple[str, str], ...]:
         ("context", f"{card.context_length:,} tokens" if card.context_length else ""),
         ("target weights", _gb(card.target_gb)),
         ("draft weights", _gb(card.draft_gb)),
-        ("memory", _gb(card.memory_gb)),
+        ("memory limit", _gb(card.memory_gb)),
         ("thinking", "can be switched" if card.thinks else "the template has no switch for it"),
         *(("note", note) for note in card.notes),
     ]
@@ -62,11 +62,11 @@ def setting_values(settings: Settings) -> tuple[tuple[str, str], ...]:
         ("mode", settings.mode),
         ("block size", "auto" if settings.block_size is None else str(settings.block_size)),
         ("temperature", f"{settings.temperature:g}" + (" (greedy)" if settings.temperature == 0 else "")),
-        ("top_p", f"{settings.top_p:g}"),
-        ("top_k", str(settings.top_k)),
-        ("min_p", f"{settings.min_p:g}"),
+        ("top_p", f"{settings.top_p:g}" if settings.top_p else "off"),
+        ("top_k", str(settings.top_k) if settings.top_k else "off"),
+        ("min_p", f"{settings.min_p:g}" if settings.min_p else "off"),
         ("seed", "off" if settings.seed is None else str(settings.seed)),
-        ("most tokens", "no limit" if settings.max_tokens == -1 else str(settings.max_tokens)),
+        ("max tokens", "no limit" if settings.max_tokens == -1 else f"{settings.max_tokens:,}"),
         ("thinking", thinking),
         ("system prompt", settings.system or "the template's own"),
     )

@@ -58,6 +58,7 @@ class ModelsScreen(ModalScreen[Choice | None]):
         Binding("down", "move(1)", show=False),
         Binding("pageup", "move(-5)", show=False),
         Binding("pagedown", "move(5)", show=False),
+        Binding("ctrl+c,super+c", "interrupt", show=False),
     ]
 
     @dataclass
@@ -78,10 +79,10 @@ class ModelsScreen(ModalScreen[Choice | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="sheet") as sheet:
-            sheet.border_title = "models"
+            sheet.border_title = "Models"
             sheet.border_subtitle = "Enter load · Esc back" if self._current else "Enter load · Ctrl+Q quit"
-            yield Input(placeholder="filter, or type a repository or a folder", id="wanted")
-            yield ListView(TypedRow(), id="models")
+            yield Input(placeholder="Filter, or type a repository or a folder", id="wanted")
+            yield ListView(TypedRow(), initial_index=None, id="models")
             yield Static("", markup=False, id="details")
             yield Static("", markup=False, id="found")
 
@@ -142,13 +143,16 @@ class ModelsScreen(ModalScreen[Choice | None]):
     def _highlight_first(self) -> None:
         models = self.query_one(ListView)
         shown = [index for index, row in enumerate(models.children) if row.display]
+        models.index = None  # else a row that takes the place of another one would not be marked
         models.index = shown[0] if shown else None
 
     def _say_found(self, problem: str = "") -> None:
-        self._say(problem or model_text.found(self._candidates, looking=self._looking))
+        self._say(problem or model_text.found(self._candidates, looking=self._looking), warn=bool(problem))
 
-    def _say(self, text: str) -> None:
-        self.query_one("#found", Static).update(Content(visible(text)))
+    def _say(self, text: str, *, warn: bool = True) -> None:
+        said = self.query_one("#found", Static)
+        said.update(Content(visible(text)))
+        said.set_class(warn, "-warned")
 
     def _say_details(self) -> None:
         row = self._highlighted
@@ -209,6 +213,10 @@ class ModelsScreen(ModalScreen[Choice | None]):
             self._say("More than this machine can hold: it would swap or be ended. Enter again loads it all the same.")
             return False
         return True
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C has nothing to stop here: say which keys do something."""
+        self._say(NO_WAY_BACK if self._current is None else "Nothing to stop. Esc goes back, Ctrl+Q quits.")
 
     def action_back(self) -> None:
         """First the filter goes, then the screen."""

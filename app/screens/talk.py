@@ -1,7 +1,9 @@
 """Asking and answering: a question is sent or waits, its answer is shown as it grows, a turn is stopped, asked again,
 edited or taken back.
 
-Events of a turn that is no longer open (after /clear, say) are ignored by their turn number.
+Events of a turn that is no longer open (after /clear, say) are ignored by their turn number. A key's action runs in the
+app's task, beside this window's own; what changes the turns is handed over with `call_next`, so that it never meets an
+event of the engine half done.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dflash_mlx.app.session import Session
 from dflash_mlx.app.text import closing_line, prefill_line
 from dflash_mlx.app.widgets.turn import AnswerTurn
 
-EDITING = "editing the last message: Enter sends it again in its place, Esc leaves"
+EDITING = "editing the last message: Enter resends, Esc leaves"
 NOT_NOW = "An answer is being written: Esc stops it first."
 
 
@@ -53,8 +55,8 @@ class Talk(ChatView):
         return True
 
     async def send_waiting(self) -> None:
-        """Send the message that waits longest, if it can be sent now."""
-        text = self.session.next_waiting()
+        """Send the message that waits longest, if it can be sent now; not while the app closes."""
+        text = self.session.next_waiting() if self.is_attached else None
         if text is not None:
             await self.ask(text, time.perf_counter())
 
@@ -88,8 +90,10 @@ class Talk(ChatView):
         else:
             self.hint("")
 
-    async def action_regenerate(self) -> None:
-        pressed_at = time.perf_counter()
+    def action_regenerate(self) -> None:
+        self.call_next(self._regenerate, time.perf_counter())
+
+    async def _regenerate(self, pressed_at: float) -> None:
         question = self._last_question("There is no answer to write again.")
         if question is not None:
             await self._drop_last()
@@ -102,7 +106,10 @@ class Talk(ChatView):
             self.history.leave()
             self.prompt.recall(question, EDITING)
 
-    async def action_undo(self) -> None:
+    def action_undo(self) -> None:
+        self.call_next(self._undo)
+
+    async def _undo(self) -> None:
         question = self._last_question("There is nothing to take back.")
         if question is not None:
             await self._drop_last()

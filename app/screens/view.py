@@ -73,7 +73,8 @@ class ChatView(Screen[None]):
 
     def show_numbers(self) -> None:
         session = self.session
-        self.query_one(StatsBar).show(session.numbers, session.card, session.baseline, session.context_used)
+        bar = self.query_one(StatsBar)
+        bar.show(session.numbers, session.card, session.baseline, session.context_used, session.known_notes)
 
     def show_names(self) -> None:
         """What is loaded, and what the chat is called."""
@@ -88,11 +89,11 @@ class ChatView(Screen[None]):
         self.prompt.set_busy(session.conversation.open_turn is not None)
 
     def show_loading(self, text: str, fraction: float | None) -> None:
-        """A pair is being loaded: on the first page, and in the header if that is not to be seen."""
+        """A pair is being loaded: which, in the header; what is done, on the first page or, without it, there too."""
         self.welcome.show_loading(text, fraction)
-        if self.has_class("-chatting"):
-            share = "" if fraction is None else f" · {fraction:.0%}"
-            self.query_one("#pair", Static).update(Content(visible(text) + share))
+        share = "" if fraction is None else f" · {fraction:.0%}"
+        said = f"{visible(text)}{share}" if self.has_class("-chatting") else visible(self.session.wanted)
+        self.query_one("#pair", Static).update(Content(said))
 
     def show_unloaded(self) -> None:
         """No model is loaded, and none is being loaded."""

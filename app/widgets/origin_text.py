@@ -20,9 +20,7 @@ PIECE = 1_200
 """Characters after which a new widget begins at the next line, so that only the last one is laid out again."""
 LONGEST_PIECE = 4_000
 """The same in text without line breaks: at the next token."""
-LEGEND = Content.assemble(
-    ("underlined", "underline $accent"), " accepted from the draft · the rest is the target's own · F6"
-)
+LEGEND = Content.assemble(("underlined", "underline $accent"), " from the draft, the rest the target's own · F6")
 
 
 class Piece(Static):

@@ -37,10 +37,12 @@ class Pen:
         self._more.set()
 
     async def stop(self) -> None:
-        """Write what is left, at once."""
+        """Write what is left, at once; return, too, when that is dropped meanwhile."""
         self._stopping.set()
         self._more.set()
-        await self._task
+        await asyncio.wait([self._task])  # to await a task that is cancelled would end the window's own
+        if not self._task.cancelled():
+            self._task.result()
 
     def drop(self) -> None:
         """Forget what is left: there is nothing to write on any more."""

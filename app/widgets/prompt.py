@@ -32,7 +32,10 @@ class Prompt(TextArea):
     ]
 
     class Submitted(Message):
-        """Enter was pressed; the text is still in the box."""
+        """Enter was pressed, and the box is empty again: what is typed from now on is another message.
+
+        `give_back` returns a text that could not be used.
+        """
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -47,6 +50,9 @@ class Prompt(TextArea):
 
     class EditorWanted(Message):
         """Ctrl+X Ctrl+E, as in a shell."""
+
+    class LeaveWanted(Message):
+        """Ctrl+D in the empty box, which ends a shell."""
 
     class Recall(Message):
         """Up or Down where there is no line to go to: an earlier message is wanted (-1), or a later one (1)."""
@@ -77,6 +83,12 @@ class Prompt(TextArea):
         self.border_title = title
         self.move_cursor(self.document.end)
 
+    def give_back(self, text: str) -> None:
+        """Put a submitted text before what has been typed since. No `Changed`: what was said about it stays."""
+        if text:
+            with self.prevent(TextArea.Changed):
+                self.set_text(text + self.text)
+
     def set_text(self, text: str) -> None:
         """Show `text` as if the user had written it."""
         self.recall(text)
@@ -96,9 +108,21 @@ class Prompt(TextArea):
         self._chord = event.key == "ctrl+x" and not self.selected_text
         if message is not None:
             self.post_message(message)
-        if self._chord or (message is not None and not (isinstance(message, self.Edited) and event.is_printable)):
+        used = message is not None and not (isinstance(message, self.Edited) and event.is_printable)
+        if self._chord or used or await self._edit(event):
             event.stop()
             event.prevent_default()
+
+    async def _edit(self, event: Key) -> bool:
+        """Do at once what a key of the text box does; False if it does nothing here.
+
+        Left to Textual, the key goes up to the app and back first, and letters that were typed meanwhile come before
+        it: while an answer is laid out, a quick correction would end in other text.
+        """
+        for binding in self._bindings.key_to_bindings.get(event.key, ()):
+            if await self.app.run_action(binding.action, self):
+                return True
+        return False
 
     def _message_for(self, event: Key) -> Message | None:
         """What a key means here, beyond what it does in any text box; None if nothing."""
@@ -106,11 +130,16 @@ class Prompt(TextArea):
             self.insert("\n", maintain_selection_offset=False)
             return self.Edited()
         if event.key == "enter":
-            return self.Submitted(self.text)
+            submitted = self.Submitted(self.text)
+            self.clear()
+            self._recalled = None
+            return submitted
         if event.key == "tab" and self._complete():
             return self.Edited()
         if event.key == "ctrl+e" and self._chord:
             return self.EditorWanted()
+        if event.key == "ctrl+d" and not self.text:
+            return self.LeaveWanted()
         if event.key in ("up", "down") and (not self.text or self.text == self._recalled):
             at_edge = self.cursor_at_first_line if event.key == "up" else self.cursor_at_last_line
             return self.Recall(-1 if event.key == "up" else 1) if at_edge else None

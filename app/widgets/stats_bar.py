@@ -39,6 +39,8 @@ GAP = 2
 """Between the badge, the facts and the strip, as in the stylesheet."""
 RATE_CELLS, NARROW_CELLS = 16, 4
 """Of the sparkline."""
+ROOMY_STRIP = 35
+"""With less for the strip, five cycles of a block of six, the sparkline is not beside it."""
 
 
 def clocks(numbers: Numbers) -> tuple[Fact, ...]:
@@ -69,6 +71,8 @@ class Readings:
     baseline: Baseline | None = None
     used: int = 0
     """Positions of the context that the conversation takes."""
+    known: frozenset[str] = frozenset()
+    """Notes that stood here in earlier turns: not repeated, unless all is shown or drafts are not used."""
 
     @property
     def badge(self) -> str:
@@ -87,25 +91,29 @@ class Readings:
             return gauges.with_bar(facts, numbers.reading, room) if len(facts) > 1 else facts
         facts = speculation(numbers)
         if wide:
-            return (*facts, *rate_history(numbers.rates, RATE_CELLS))
+            more = (*facts, *rate_history(numbers.rates, RATE_CELLS))
+            strip = ROOMY_STRIP if numbers.mode == "dflash" else 0
+            return more if line(more).cell_length + GAP + strip <= room else facts
         measured = speedup(numbers, self.baseline)
         if density == "full" or measured is None:
             return facts
         more = (*facts, Fact("", f"{measured:.2f}x", "plain", measured < 1))
         return more if line(more).cell_length + GAP + STRIP_CELLS <= room else facts
 
-    def third(self, *, wide: bool, narrow: bool) -> tuple[Fact, ...]:
-        """What is not needed all the time."""
+    def third(self, *, wide: bool, narrow: bool, beside: bool) -> tuple[Fact, ...]:
+        """What is not needed all the time; `beside`: the course of the rate is shown above already."""
         cells = 0 if narrow else gauges.GAUGE_CELLS
         room = (gauges.context(self.used, self.card, cells),) if self.card is not None else ()
         machine = (*gauges.memory(self.numbers, self.card, cells), *room)
-        if wide:
-            return machine
-        return (*self._speed_up(), *rate_history(self.numbers.rates, NARROW_CELLS if narrow else RATE_CELLS), *machine)
+        course = rate_history(self.numbers.rates, NARROW_CELLS if narrow else RATE_CELLS)
+        return (*(() if wide else self._speed_up()), *(() if beside else course), *machine)
 
-    def said(self, *, short: bool) -> tuple[str, ...]:
+    def said(self, density: Density, *, short: bool) -> tuple[str, ...]:
         """Warnings, then the notes; in a low window only what explains why it is slow or about to fail."""
-        notes = () if short and not fell_back(self.numbers) else self.numbers.notes
+        notes = self.numbers.notes
+        if not fell_back(self.numbers):
+            known = self.known if density == "calm" else ()
+            notes = () if short else tuple(note for note in notes if note not in known)
         return tuple(visible(text) for text in (*gauges.warnings(self.numbers, self.card, self.used), *notes))
 
     def _speed_up(self) -> tuple[Fact, ...]:
@@ -152,14 +160,16 @@ class StatsBar(Vertical):
         card: ModelCard | None,
         baseline: Baseline | None = None,
         context_used: int | None = None,
+        known: frozenset[str] = frozenset(),
     ) -> None:
         """Show these numbers.
 
         Args:
             context_used: positions that the whole conversation takes; None: those of the turn.
+            known: notes that earlier turns had too.
         """
         used = context_tokens(numbers) if context_used is None else context_used
-        readings = Readings(numbers, card, baseline, used)
+        readings = Readings(numbers, card, baseline, used, known)
         if readings != self._readings:
             self._readings = readings
             self._arrange()
@@ -199,10 +209,11 @@ class StatsBar(Vertical):
         self._speculation.styles.width = min(one_line, room)
         self._strip.display = strip
         self._strip.cycles = readings.numbers.recent if strip else ()
-        self._machine.facts = readings.third(wide=wide, narrow=narrow) if density == "full" else ()
+        beside = any(fact in facts for fact in rate_history(readings.numbers.rates, RATE_CELLS))
+        self._machine.facts = readings.third(wide=wide, narrow=narrow, beside=beside) if density == "full" else ()
         self._machine.display = bool(self._machine.facts)
 
-        said = readings.said(short=short)
+        said = readings.said(density, short=short)
         self._say(badge, fitting_notes(said, width, NOTE_LINES))
         self._badge.set_class(badge.startswith("plain"), "-plain")
         self.set_class(bool(said), "-noted")

@@ -64,12 +64,12 @@ class Transcript(VerticalScroll, can_focus=False):
     async def add_turn(self, number: int, question: str) -> AnswerTurn:
         """Show a question and the empty answer under it, and follow."""
         answer = self._new_answer(number)
-        await self.mount(UserTurn(question), answer)
+        await self.mount_all([UserTurn(question), answer])
         self.follow()
         return answer
 
     async def add_notice(self, title: str, body: str, *, error: bool = False) -> None:
-        await self.mount(Notice(title, body, error=error))
+        await self.mount_all([Notice(title, body, error=error)])
 
     async def show(self, conversation: Conversation) -> None:
         """Show a saved chat from its end; what is above is laid out when the reader gets there."""

@@ -197,7 +197,7 @@ class AnswerTurn(Vertical):
             self._blank = []
             await self._close_section()
             self._section, self._kind = self._new_section(kind), kind
-            await self.mount(self._section, before=self._status)
+            await self.mount_all([self._section], before=self._status)
         if self._section is not None and self._section.is_attached:
             await self._section.append(run)
 

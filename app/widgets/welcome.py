@@ -45,7 +45,9 @@ class Welcome(VerticalScroll, can_focus=False):
         self._state("-ready")
         how = "no draft: plain decoding" if card.draft is None else f"block size {card.block_size}"
         self._line.update(Content(visible(f"{pair_name(card)} · {how}")))
-        ready = f"ready {seconds(card.ready_s)} s after the launch · ask anything, F1 shows the keys"
+        took = f"{seconds(card.ready_s)} s"
+        loaded = f"ready {took} after the launch" if card.from_launch else f"loaded in {took}"
+        ready = f"{loaded} · ask anything, F1 shows the keys"
         self._more.update(Content(visible("\n\n".join([ready, *card.notes]))))
 
     def show_idle(self) -> None:

@@ -124,9 +124,17 @@ def _subfolders(folder: Path) -> list[Path]:
     """By name, without hidden ones; none of what cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir())
+            return sorted(Path(entry.path) for entry in entries if entry.name[0] != "." and _is_folder(entry))
     except OSError:
         return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Not if it cannot be known: a link that leads to itself, say, hides none of its neighbours."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _target(folder: Path, name: str, path: str, place: Place) -> LocalTarget | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dflash_mlx import demo, spellings
@@ -52,8 +53,33 @@ def runs(files: Sequence[str]) -> Runs:
     return None, "if it passes the check at loading"
 
 
-def inspect(name: str, revision: str | None, draft: str | None, draft_revision: str | None) -> dict[str, Any]:
-    """Which draft a target gets and why, what is known of both, and what `load` would refuse (None: nothing).
+@dataclass(frozen=True)
+class Pair:
+    """A target and the draft that it gets, as far as they are known without loading them.
+
+    config: the target's config.json, empty if it cannot be had. draft: where it is; None if there is none, or it cannot
+    be found. refused: what `load` would raise.
+    """
+
+    target: Source
+    config: Mapping[str, Any]
+    resolution: Resolution
+    draft: Source | None
+    refused: DFlashError | None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether a draft was given as the target."""
+        return spellings.is_draft(self.config)
+
+    @property
+    def row(self) -> registry.Row | None:
+        """The registry's, of the draft."""
+        return registry.row_of(self.resolution.draft) if self.resolution.draft else None
+
+
+def examine(name: str, revision: str | None, draft: str | None, draft_revision: str | None) -> Pair:
+    """Which draft a target gets and why, and what `load` would refuse. Nothing but configs and lists is fetched.
 
     Args:
         draft: "auto", a folder or repository, or None for none.
@@ -86,16 +112,27 @@ def inspect(name: str, revision: str | None, draft: str | None, draft_revision: 
         if (folder := target.folder) is not None:
             tried(lambda: tokens.ids_in(folder))
         tried(lambda: preflight.check_disk(target, source))
-    row = registry.row_of(resolution.draft) if resolution.draft else None
-    served, why = (None, None) if is_draft else _target_runs(name, config, row)
     refused = next((each for each in problems if isinstance(each, UnsupportedTarget)), next(iter(problems), None))
+    return Pair(target, config, resolution, source, refused)
+
+
+def inspect(name: str, revision: str | None, draft: str | None, draft_revision: str | None) -> dict[str, Any]:
+    """`examine`, as plain data (`refused` None: nothing). Raises as that does."""
+    return described(examine(name, revision, draft, draft_revision))
+
+
+def described(pair: Pair) -> dict[str, Any]:
+    """Plain data, as `dflash-metal models` prints it."""
+    target, source, resolution, row = pair.target, pair.draft, pair.resolution, pair.row
+    served, why = (None, None) if pair.is_draft else _target_runs(target.name, pair.config, row)
+    otherwise = "fetched and converted when it is first loaded" if target.name == registry.DEMO else "not read"
     return dict(
         target=dict(
-            name=name,
+            name=target.name,
             runs=served,
             runs_reason=why,
-            config=_draft_facts(config, target) if is_draft else _target_facts(config),
-            **_place(target, "fetched and converted when it is first loaded" if name == registry.DEMO else "not read"),
+            config=_draft_facts(pair.config, target) if pair.is_draft else _target_facts(pair.config),
+            **_place(target, otherwise),
         ),
         draft=dict(
             name=resolution.draft,
@@ -106,7 +143,7 @@ def inspect(name: str, revision: str | None, draft: str | None, draft_revision: 
             config=(_draft_facts(_config(source), source) if source else {}) or _listed_facts(row),
             **(_place(source, "not read") if source else dict(where="not read", to_fetch_bytes=None)),
         ),
-        refused=str(refused) if refused else None,
+        refused=str(pair.refused) if pair.refused else None,
     )
 
 

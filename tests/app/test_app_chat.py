@@ -251,6 +251,44 @@ async def test_notes_of_the_library_are_shown() -> None:
         assert "reference BLAS · draft unused" in chat.screen_text()
 
 
+async def test_a_note_that_stood_there_before_is_not_repeated_until_all_numbers_are_wanted() -> None:
+    """A machine's note is the same with every answer; the reason of a fallback is said every time."""
+    same, slow = Answer("One.", notes=("BLAS: one thread",)), Answer("Two.", mode="plain", notes=("plain decoding: x",))
+    async with running(Script([same, same, slow, slow])) as chat:
+        for noted in (True, False):
+            await chat.send("go")
+            assert ("BLAS" in chat.line("#notes")) == noted
+        await chat.send("/verbose", wait=False)
+        assert "BLAS" in chat.line("#notes")
+        await chat.send("/verbose", wait=False)
+        for _ in range(2):
+            await chat.send("go")
+            assert "plain decoding: x" in chat.line("#notes")
+
+
+async def test_a_tab_that_completes_nothing_leaves_the_suggestions() -> None:
+    async with running(Script()) as chat:
+        await chat.type("/se")
+        await chat.pilot.press("tab")
+        await chat.pilot.pause()
+        assert chat.prompt.text == "/se" and "/seed" in chat.line("#hint") and "/set" in chat.line("#hint")
+
+
+async def test_ctrl_d_in_the_empty_box_says_how_to_leave_and_in_text_deletes() -> None:
+    """It ends a shell; held down over a text it must not end the chat, and then the shell behind it."""
+    async with running(Script()) as chat:
+        await chat.pilot.press(*"ab", "home", "ctrl+d")
+        assert chat.prompt.text == "b"
+        await chat.pilot.press("ctrl+d", "ctrl+d")
+        assert chat.prompt.text == "" and "Ctrl+Q" in chat.line("#hint")
+
+
+async def test_an_empty_chat_is_not_exported() -> None:
+    async with running(Script()) as chat:
+        await chat.send("/export", wait=False)
+        assert "no message to export" in chat.line("#hint")
+
+
 async def test_slash_commands_act_and_are_not_sent() -> None:
     async with running(Script()) as chat:
         await chat.send("/temp 0.7", wait=False)

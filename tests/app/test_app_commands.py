@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -191,6 +192,18 @@ def test_the_editor_gets_the_text_and_gives_the_new_one(tmp_path: Path) -> None:
     )
     assert editor.edit("zwölf\nlines", {"EDITOR": f"{program} --wait"}) == "ZWÖLF\nLINES--wait"
     assert editor.edit("x", {"EDITOR": "nothing", "VISUAL": f"{program} !"}) == "X!"
+
+
+def test_ctrl_c_in_the_editor_is_not_meant_for_the_chat(tmp_path: Path) -> None:
+    """It ended both."""
+    program = _program(
+        tmp_path,
+        "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n"
+        "open(sys.argv[1], 'w').write(str(signal.getsignal(signal.SIGINT) is signal.default_int_handler))",
+    )
+    former = signal.getsignal(signal.SIGINT)
+    assert editor.edit("x", {"EDITOR": program}) == "True"
+    assert signal.getsignal(signal.SIGINT) is former
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ class Lost(Terminal):
         os.close(self._ours)
         self._ours = os.open(os.devnull, os.O_RDWR)
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def wait(self, timeout_s: float = 20.0) -> int:
         return self._process.wait(timeout_s)
 
@@ -68,13 +72,38 @@ def test_quitting_gives_the_terminal_back_and_ends_with_zero(terminal: Lost, tmp
     _kept(tmp_path)
 
 
-def test_sigterm_ends_in_a_message_with_the_conversation_saved(terminal: Lost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_in_a_message_with_the_conversation_saved(
+    terminal: Lost, tmp_path: Path, number: signal.Signals
+) -> None:
     _in_a_long_answer(terminal)
-    terminal.signal(signal.SIGTERM)
-    assert terminal.end() == 128 + signal.SIGTERM
+    terminal.signal(number)
+    assert terminal.end() == 128 + number
     assert terminal.left_behind() == []
-    assert "Ended by SIGTERM" in terminal.text and "--resume" in terminal.text
+    assert f"Ended by {number.name}" in terminal.text and "--resume" in terminal.text
     _kept(tmp_path)
+
+
+def test_ctrl_c_while_the_window_waits_for_the_engine_ends_at_once_and_with_zero(
+    terminal: Lost, tmp_path: Path
+) -> None:
+    """With the engine's thread still at work the interpreter must not be run down: MLX would abort the process."""
+    _in_a_long_answer(terminal)
+    terminal.press("escape")
+    terminal.until("stopped, this much is kept")
+    terminal.type("third")  # takes ten seconds until its first word
+    terminal.press("enter")
+    terminal.until(lambda text: "third" in text and "Esc stop" in text)
+    terminal.press("ctrl+q")
+    terminal.until(lambda text: b"\x1b[?1049l" in terminal.raw)
+    started = time.monotonic()
+    while terminal.runs:
+        assert time.monotonic() - started < 4.0
+        terminal.press("ctrl+c")
+        time.sleep(0.2)
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
+    assert [turn.user for turn in _saved(tmp_path)] == ["first", "second", "third"]
 
 
 def test_a_closed_window_ends_the_process_with_the_conversation_saved(terminal: Lost, tmp_path: Path) -> None:

@@ -203,10 +203,10 @@ def test_a_failed_load_is_fatal_and_says_why() -> None:
     script = Script(load_error=ValueError("no such folder: /nowhere"))
     listener = Listener(script)
     listener.engine.start()
-    listener.engine.submit(LoadModel())
+    listener.engine.submit(LoadModel(number=7))
     failed = listener.until(EngineFailed)
     assert isinstance(failed, EngineFailed)
-    assert failed.fatal and failed.turn is None and "/nowhere" in failed.body
+    assert failed.fatal and failed.turn == 7 and "/nowhere" in failed.body
     listener.close()
     assert script.streams_cleared == 1
 
@@ -304,7 +304,7 @@ def test_the_card_says_what_was_loaded() -> None:
     ready = events[-1]
     assert isinstance(ready, ModelReady)
     assert ready.card == ModelCard(
-        "demo", "fake-draft", 4, 0.0, (), LARGEST_BLOCK, "demo", 8192, 0.2, 0.05, 16.0, thinks=True
+        "demo", "fake-draft", 4, 0.0, (), LARGEST_BLOCK, "demo", 8192, 0.2, 0.05, 16.0, True, from_launch=False
     )
     _, events = engine_with_clock(Script(draft=None), 0.0)
     ready = events[-1]

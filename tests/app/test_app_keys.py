@@ -46,6 +46,25 @@ def test_a_paste_of_many_lines_stays_in_the_box_until_enter(terminal: Terminal) 
     assert terminal.end() == 0
 
 
+def test_keys_that_come_at_once_are_done_in_their_order(terminal: Terminal) -> None:
+    """A quick correction, or one typed while the window was being laid out. Textual does letters first, and the keys
+    that delete when they have been to the app and back: `teh` would become `t`."""
+    terminal.type("gone\x15teh\x7f\x7fhe end\x1b[D\x1b[D\x1b[Dvery ")
+    terminal.until("the very end")
+    terminal.press("ctrl+u", "ctrl+q")
+    assert terminal.end() == 0
+
+
+def test_what_is_typed_right_after_enter_is_not_lost(terminal: Terminal) -> None:
+    """The box is emptied when Enter is pressed, not when the question has been shown."""
+    terminal.type("first\rsecond")
+    shown = terminal.until("Short.")
+    assert "▌ first" in shown
+    terminal.until("│ second")
+    terminal.press("ctrl+q")
+    assert terminal.end() == 0
+
+
 @pytest.mark.parametrize("keys", [("ctrl+g",), ("ctrl+x", "ctrl+e")])
 def test_the_message_is_written_in_the_users_editor(terminal: Terminal, keys: tuple[str, ...]) -> None:
     terminal.type("begun")

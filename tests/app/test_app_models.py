@@ -19,6 +19,7 @@ from textual.pilot import Pilot
 from dflash_mlx import demo
 from dflash_mlx.app.discovery import Candidate, candidates, demo_candidate
 from dflash_mlx.app.screens.models import Choice, ModelsScreen
+from dflash_mlx.app.widgets.model_row import ModelRow
 from dflash_mlx.fit import Fit
 from dflash_mlx.machine import Machine
 from tests.fake_hub import FakeHub
@@ -164,6 +165,24 @@ async def test_the_screen_is_there_before_anything_is_found_and_keys_work_meanwh
         assert app.results == [Choice("org/new")]
 
 
+async def test_what_enter_would_load_is_marked_from_the_start() -> None:
+    """Also when the list is filtered to another row in the same place."""
+    async with picker(*ALL).run_test(size=(80, 24)) as pilot:
+        await listed(pilot)
+        for typed, name in (("", "demo"), ("olmo", "lmstudio-community/Olmo-2-32B")):
+            await pilot.press(*typed)
+            await pilot.pause()
+            [row] = pilot.app.screen.query(ModelRow).filter(".-highlight")
+            assert isinstance(row, ModelRow) and row.candidate.name == name
+
+
+async def test_ctrl_c_in_the_picker_says_how_to_leave() -> None:
+    async with picker(DEMO).run_test(size=(80, 24)) as pilot:
+        await listed(pilot)
+        await pilot.press("ctrl+c")
+        await listed(pilot, lambda text: "Ctrl+Q quits" in text)
+
+
 async def test_enter_loads_what_the_arrows_are_on() -> None:
     app = picker(*ALL)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -281,7 +300,7 @@ async def test_names_of_folders_are_shown_letter_by_letter() -> None:
 async def test_the_box_and_the_chosen_row_are_seen_in_every_size(size: tuple[int, int]) -> None:
     async with picker(*(DEMO, TIGHT, LARGE) * 4).run_test(size=size) as pilot:
         text = await listed(pilot)
-        assert "filter, or type a" in text and "demo" in text
+        assert "Filter, or type a" in text and "demo" in text
         for _ in range(11):
             await pilot.press("down")
         await pilot.pause()

@@ -312,6 +312,9 @@ def test_the_config_holds_where_the_command_line_says_nothing(
     file.write_text("[defaults]\ntemperature = 0.7\nmax_tokens = 9\nthinking = false\nsystem = 'Be kind.'\n")
     _, ran = command(monkeypatch, "-p", "hi", "--temp", "0.2")
     assert ran.settings[0] == Settings(temperature=0.2, max_tokens=9, thinking=False, system="Be kind.")
+    file.write_text("theme = 'light'\n")
+    _, ran = command(monkeypatch, screen=True)
+    assert ran.app[0]["theme"] == "light"
     file.write_text("[defaults]\nheat = 1\n")
     with pytest.raises(SystemExit) as ended:
         command(monkeypatch, "-p", "hi")
@@ -382,6 +385,21 @@ def test_a_closed_stdin_is_no_prompt() -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.decode().count("\n") == 1 and "no prompt" in err.decode()
+
+
+def test_an_answer_comes_although_stderr_is_closed() -> None:
+    """Only the statistics have no place."""
+    code = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from scripted import Answer, Script\nfrom dflash_mlx.app import plain\nimport dflash_mlx.chat\n"
+        "run = plain.run\n"
+        "plain.run = lambda *args, **rest: run(*args, **rest, backend=Script([Answer('Hello.')]).backend)\n"
+        "sys.exit(dflash_mlx.chat.main(['-p', 'hi']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "Hello.\n")
 
 
 def test_ctrl_c_while_the_prompt_is_read_is_130_without_a_traceback() -> None:

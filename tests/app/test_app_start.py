@@ -46,6 +46,7 @@ async def test_without_a_model_the_picker_opens_and_loads_what_is_chosen() -> No
         await chat.ready()
         [job] = loads(chat)
         assert (job.model, job.dtype, job.revision) == ("org/Small-1B", "float32", None)
+        assert "loaded in" in chat.line("#more") and "launch" not in chat.line("#more"), "the choice took its time"
         await chat.send("hi")
         assert "Hello." in chat.screen_text()
 
@@ -206,3 +207,12 @@ async def test_show_info_lists_what_is_loaded_and_set() -> None:
         await _until_open(chat, Sheet)
         shown = chat.screen_text()
         assert "fake-draft" in shown and "temperature" in shown and "0 (greedy)" in shown
+
+
+async def test_the_theme_is_the_one_of_the_config_until_another_is_chosen() -> None:
+    async with running(Script(), theme="light") as chat:
+        assert chat.app.theme == "dflash-light"
+        await chat.send("/theme dark", wait=False)
+        await chat.until(lambda: chat.app.theme == "dflash-dark")
+    async with running(Script(), theme="light") as chat:
+        assert chat.app.theme == "dflash-dark"

@@ -125,6 +125,16 @@ def test_a_paste_of_lines_stays_in_the_box_and_the_window_can_shrink(tmp_path: P
         assert terminal.end() == 0 and terminal.left_behind() == []
 
 
+def test_a_model_that_cannot_be_loaded_is_a_message_and_a_clean_end(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with chat(tmp_path, "--model", str(tmp_path / "broken")) as terminal:
+        terminal.until("could not be loaded", 60)
+        terminal.press("ctrl+q")
+        assert terminal.end() == 0 and terminal.left_behind() == []
+        assert "config.json" in terminal.text and "Traceback" not in terminal.text
+
+
 def test_a_race_ends_in_a_verdict(tmp_path: Path) -> None:
     with chat(tmp_path, "--demo", "--max-tokens", "24") as terminal:
         terminal.until("ready", 90)

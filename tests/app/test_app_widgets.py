@@ -53,7 +53,7 @@ def test_unknown_numbers_are_dashes() -> None:
 def test_the_badge_says_what_runs_and_why_not_dflash() -> None:
     pair, alone = ModelCard("t", "d", 4, 1.0), ModelCard("t", None, None, 1.0)
     dflash, plain = Numbers(mode="dflash", block_size=3), Numbers(mode="plain")
-    assert mode_badge(Numbers(), None) == "no model yet"
+    assert mode_badge(Numbers(), None) == "no model"
     assert mode_badge(Numbers(), pair) == "ready"
     assert mode_badge(Numbers(reading=0.25), pair) == "reading 25%"
     assert mode_badge(dflash, pair) == "dflash B=3"

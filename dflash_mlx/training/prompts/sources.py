@@ -11,6 +11,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,30 @@ def _downloaded(name: str) -> Iterator[Path]:
 
 def _of_file(path: Path) -> Iterator[Prompt]:
     """Raises PromptsError."""
+    if path.suffix == ".txt":
+        with _readable(path):
+            lines = _lines(path)
+        yield from (_made(line) for line in lines)
+        return
+    for row in read_rows(path):
+        if (prompt := _of_row(row)) and prompt.text:
+            yield prompt
+
+
+def read_rows(path: Path) -> list[Any]:
+    """The rows of a .jsonl, .jsonl.gz, .json or .parquet file as they are.
+
+    Raises:
+        PromptsError: it cannot be read; says why and where.
+    """
+    with _readable(path):
+        return list(_rows(path))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        if path.suffix == ".txt":
-            yield from (_made(line) for line in _lines(path))
-            return
-        for row in _rows(path):
-            if (prompt := _of_row(row)) and prompt.text:
-                yield prompt
+        yield
     except UnicodeDecodeError as error:
         line = 1 + error.object[: error.start].count(b"\n")
         raise PromptsError(
