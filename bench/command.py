@@ -16,7 +16,7 @@ from .compare import model_judge
 from .items import Item
 from .jobs import load_models, make_job
 from .measure import Comparing, Step, measure
-from .output import file_for, give
+from .output import check_writable, file_for, give
 from .pair import Found, Wanted, check_memory, find_pair
 from .presets import Preset, Settings, parts_of, preset
 from .prompt_sets import read_set
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     Raises:
         ValueError, DFlashError, OSError, KeyboardInterrupt: for `cli.guarded`.
     """
+    check_writable(args.out)
     made = None if args.preset is None else preset(args.preset)
     parts = [settled(part, args) for part in (parts_of(made, tuple(args.part)) if made else [Settings()])]
     args.model = args.model or (made.targets[0] if made else DEMO)

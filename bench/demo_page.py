@@ -37,7 +37,8 @@ def table(record: Record) -> str:
         f"{single['auto'].worst:.2f}x to {single['auto'].best:.2f}x with `auto`, with prefill. Median and 95th "
         f"percentile of a request, in seconds, of {base.request_s.n} requests each: {spread}. "
         f"Greedy, at most {run.limits.max_tokens} tokens, weights as they are computed with: target "
-        f"{run.pair.target_weights}, draft {run.pair.draft_weights}; {machine['chip']}, {machine['cores']} cores, {machine['system']}, mlx {machine['mlx']}, {machine['date']}. {machine['blas']} "
+        f"{run.pair.target_weights}, draft {run.pair.draft_weights}; {machine['chip']}, {machine['cores']} cores, "
+        f"{machine['system']}, mlx {machine['mlx']}, {machine['date']}. {machine['blas']} "
         f"`{run.command}`, [bench/results/demo.json](bench/results/demo.json).",
         "",
         *(f"![{what}](bench/results/demo-{name}.svg)\n" for name, what in PLOTS.items()),

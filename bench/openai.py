@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.bench_command import one_or_more
+
 from .form import BenchError
 from .load import measure_load
 from .measure import Comparing, Step, measure
-from .output import file_for, give
+from .output import check_writable, file_for, give
 from .record import Limits, Pair, Prompt, Record, Run
 from .served_arm import Served, text_prompt
 from .server import Server
@@ -43,10 +45,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--api-key-env", default=_KEY, metavar="NAME", help=f"environment variable (default {_KEY})")
     made.add_argument("--prompts", default="offline", metavar="SET|FILE", help="a set, or a .jsonl file")
-    made.add_argument("--limit", type=int, metavar="N", help="prompts at most")
-    made.add_argument("--max-tokens", type=int, default=256, help="default 256")
-    made.add_argument("--trials", type=int, default=1, metavar="N", help="pairs of passes, A B and B A (default 1)")
-    made.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests at the same time (default 1)")
+    made.add_argument("--limit", type=one_or_more, metavar="N", help="prompts at most")
+    made.add_argument("--max-tokens", type=one_or_more, default=256, help="default 256")
+    made.add_argument(
+        "--trials", type=one_or_more, default=1, metavar="N", help="pairs of passes, A B and B A (default 1)"
+    )
+    made.add_argument(
+        "--concurrency", type=one_or_more, default=1, metavar="N", help="requests at the same time (default 1)"
+    )
     made.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     made.add_argument("--seed", type=int, help="needed at a temperature")
     made.add_argument(
@@ -72,6 +78,7 @@ def openai_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
+    check_writable(args.out)
     arms = connect(args)
     prompts = read_prompts(args.prompts, args.limit)
     run = Run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from .facts import facts
+from .form import BenchError
 from .published import Beside, published_table
 from .record import Record, save, to_json
 from .tables import WIDE, rich_group, tables
@@ -20,6 +22,20 @@ def file_for(out: Path | None, as_json: bool, part: str | None = None) -> Path |
         return None
     path = out or Path(f"bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
     return path if part is None else path.with_stem(f"{path.stem}-{part}")
+
+
+def check_writable(out: Path | None) -> None:
+    """Before an hour is measured.
+
+    Raises:
+        BenchError: no file can be made there.
+    """
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+        raise BenchError(
+            f"No file can be written as {out}: "
+            + ("it is a folder" if out.is_dir() else f"{out.absolute().parent} is no folder that can be written to")
+            + ". Nothing would be kept of the run: give `--out` another name, or make the folder first."
+        )
 
 
 def give(record: Record, path: Path | None, as_json: bool, published: Sequence[Beside] = ()) -> None:

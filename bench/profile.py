@@ -168,6 +168,7 @@ def from_json(value: Any) -> Profile:
 def profile_main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status, as `cli.guarded` does."""
     from dflash_mlx import cli
+    from dflash_mlx.bench_command import one_or_more
 
     given = list(sys.argv[1:] if argv is None else argv)
     made = argparse.ArgumentParser(
@@ -175,8 +176,8 @@ def profile_main(argv: Sequence[str] | None = None) -> int:
     )
     cli.add_model_arguments(made)
     made.add_argument("--prompts", default="demo", metavar="SET|FILE", help="default demo")
-    made.add_argument("--limit", type=int, default=1, metavar="N", help="prompts of each category (default 1)")
-    made.add_argument("--max-tokens", type=int, default=128, help="default 128")
+    made.add_argument("--limit", type=one_or_more, default=1, metavar="N", help="prompts of each category (default 1)")
+    made.add_argument("--max-tokens", type=one_or_more, default=128, help="default 128")
     made.add_argument("--block-size", type=int, help="anchor + drafts per cycle; default: the draft's")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the profile, for `bench report`")
     args = made.parse_args(given)
@@ -193,16 +194,22 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
     from . import machine
     from .arms import Models
+    from .output import check_writable
     from .prompt_sets import Rendering, as_prompts, read_set
     from .report_command import profile_table
     from .tables import rich_group
 
+    check_writable(args.out)
+    items = [item for item in read_set(args.prompts, args.limit) if len(item.turns) == 1]
+    if not items:
+        raise BenchError(
+            f"{args.prompts} has conversations only, and a profile is of single turns. Give other prompts."
+        )
     with LoadingBar() as progress:
         model, tokenizer, draft = load(args.model, progress=progress, **load_options(args))
     if draft is None:
         raise BenchError("There is no draft, so a cycle has no phases. Give one with --draft.")
     models, limits = Models(model, tokenizer, time.perf_counter), Limits(args.max_tokens)
-    items = [item for item in read_set(args.prompts, args.limit) if len(item.turns) == 1]
     prompts = as_prompts(items, tokenizer, Rendering(), lambda _: "")
     profile(models, draft, prompts[0], Limits(min(32, args.max_tokens)), args.block_size)  # a warm-up
     seen = tuple(profile(models, draft, prompt, limits, args.block_size) for prompt in prompts)

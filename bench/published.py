@@ -22,7 +22,8 @@ class Conditions:
     """What a published number was measured under, as far as it was stated.
 
     engine: what ran, which machine. block, drafting ("chain", "tree of 22 nodes"), n: prompts. baseline: what it is
-    compared with. averaging: what rates and speed-ups over several prompts are means of. The others are as in `Settings` and `record.Pair`.
+    compared with. averaging: what rates and speed-ups over several prompts are means of. The others are as in
+    `Settings` and `record.Pair`.
     """
 
     source: str = ""

@@ -167,12 +167,10 @@ class _Arm:
         return {clock: self._of_matching(clock) for clock in CLOCKS}
 
     def _of_matching(self, clock: str) -> Speedup | None:
-        times, counts, whole = (
-            [found[index] for index in self._matching]
-            for found in (self._sums(CLOCKS[clock]), self._sums(TOKENS[clock]), self._sums(TOKENS["request"]))
-        )
-        cut = any(len(set(own)) > 1 and len(set(every)) == 1 for own, every in zip(counts, whole, strict=True))
-        return speedup(times, counts if cut else None)
+        times, counts, whole = self._sums(CLOCKS[clock]), self._sums(TOKENS[clock]), self._sums(TOKENS["request"])
+        same = self._matching
+        cut = any(len(set(counts[index])) > 1 and len(set(whole[index])) == 1 for index in same)
+        return speedup([times[index] for index in same], [counts[index] for index in same] if cut else None)
 
     def _speedups_of_all(self) -> dict[str, Speedup | None] | None:
         if self.baseline is None or len(self._matching) in (0, len(self.trials)):
@@ -252,7 +250,7 @@ def _notes(record: Record, arms: dict[str, ArmSummary], drift: Drift) -> Iterabl
 
 def _repeats(answer: Measured) -> bool:
     """Whether an answer is a loop, as models write them that may not end."""
-    pieces = answer.tokens or tuple(answer.text.split())
+    pieces: Sequence[int | str] = answer.tokens or answer.text.split()
     runs = list(zip(*(pieces[start:] for start in range(LOOP)), strict=False))
     return len(pieces) >= LONG and 2 * len(set(runs)) < len(runs)
 

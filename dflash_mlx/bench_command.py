@@ -43,9 +43,9 @@ def bench_parser() -> argparse.ArgumentParser:
     group.add_argument("--arms", type=_words, metavar="NAME,...", help=arms)
     sets = "offline, one of its categories, demo, gsm8k and other public sets, gsm8k:FILE, context:N, or a .jsonl file"
     group.add_argument("--prompts", type=_words, metavar="SET|FILE,...", help=sets)
-    group.add_argument("--limit", type=_one_or_more, metavar="N", help="prompts of each category at most")
-    group.add_argument("--max-tokens", type=_one_or_more, metavar="N", help="of an answer (default 256)")
-    group.add_argument("--trials", type=_one_or_more, metavar="N", help="pairs of passes, A B and B A (default 1)")
+    group.add_argument("--limit", type=one_or_more, metavar="N", help="prompts of each category at most")
+    group.add_argument("--max-tokens", type=one_or_more, metavar="N", help="of an answer (default 256)")
+    group.add_argument("--trials", type=one_or_more, metavar="N", help="pairs of passes, A B and B A (default 1)")
     blocks = "anchor and drafts, an arm for each (default: the draft's)"
     group.add_argument("--block-size", type=_sizes, metavar="N,...", help=blocks)
     group.add_argument("--temperature", "--temp", type=_zero_or_more, metavar="T", help="0 (default) is greedy")
@@ -61,7 +61,7 @@ def bench_parser() -> argparse.ArgumentParser:
     parser.set_defaults(model=None)
     group = parser.add_argument_group("arm sequential", "an ordinary small model that drafts token by token, by mlx_lm")
     group.add_argument("--sequential-draft", metavar="MODEL", help="folder or repository")
-    group.add_argument("--sequential-tokens", type=_one_or_more, default=3, metavar="N", help="per cycle (default 3)")
+    group.add_argument("--sequential-tokens", type=one_or_more, default=3, metavar="N", help="per cycle (default 3)")
     group = parser.add_argument_group("result")
     out = "write the record here; of several parts, a file each (default without --json: bench-TIME.json)"
     group.add_argument("--out", type=Path, metavar="FILE", help=out)
@@ -87,7 +87,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _one_or_more(text: str) -> int:
+def one_or_more(text: str) -> int:
     """For argparse. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"has to be an integer of 1 or more, got {text!r}")

@@ -163,7 +163,7 @@ def _chosen(fitting: Sequence[_Choice]) -> tuple[int | None, str]:
 def _benchmark(asked: Asked, paying: Mapping[str, Any] | None) -> dict[str, Any]:
     """Which number a benchmark of this pair reports, and what bounds it."""
     draft = None if asked.draft == "auto" else asked.draft or "none"
-    options = {"--model": asked.target, "--revision": asked.revision, "--draft": draft}
+    options: dict[str, object] = {"--model": asked.target, "--revision": asked.revision, "--draft": draft}
     options |= {"--draft-revision": asked.draft_revision, "--draft-bits": asked.draft_bits}
     options["--block-size"] = asked.block_size
     given = {name: str(value) for name, value in options.items() if value is not None}

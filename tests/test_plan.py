@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,19 @@ def test_quantising_makes_the_parts_it_is_about_smaller(hub: FakeHub, capsys) ->
     assert keys["keys_values"] < plain["keys_values"] and draft["draft"] < 0.3 * plain["draft"]
     assert "no keys are quantised at this context" in asked(capsys, TARGET, *MAC, "--kv-bits", "4")[1]
     assert keys["draft"] == plain["draft"] and draft["keys_values"] == plain["keys_values"]
+
+
+def test_the_command_of_the_benchmark_can_be_pasted(tmp_path: Path, capsys) -> None:
+    """A folder with a space would be two arguments."""
+    folder = str(target_folder(tmp_path / "my models" / "tiny"))
+    _, plan = found(capsys, folder, "--draft", "none")
+    assert shlex.split(plan["benchmark"]["command"]) == ["dflash-metal", "bench", "--model", folder, "--draft", "none"]
+
+
+def test_the_benchmark_is_of_the_revision_that_was_planned(hub: FakeHub, capsys) -> None:
+    """Another revision can be another model."""
+    _, plan = found(capsys, TARGET, *MAC, "--revision", "main")
+    assert plan["benchmark"]["command"].startswith(f"dflash-metal bench --model {TARGET} --revision main")
 
 
 def test_wrong_usage_ends_with_status_2_and_says_what_is_legal(tmp_path: Path, capsys) -> None:

@@ -147,6 +147,23 @@ def test_an_interrupt_writes_what_was_measured_and_exits_with_130(
     assert from_json(json.loads(said.out)) == found and "Interrupted in part 1 of 1: what was measured" in said.err
 
 
+@pytest.mark.parametrize("ends, status", [(ValueError("no"), 1), (KeyboardInterrupt(), 130)])
+def test_a_run_that_ends_in_its_warm_up_leaves_no_empty_record(
+    ends: BaseException, status: int, bench: Any, prompts: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """A file without a number in it would look like a result."""
+
+    def run(*_: Any) -> Measured:
+        raise ends
+
+    monkeypatch.setattr(Stock, "run", run)
+    monkeypatch.chdir(tmp_path)
+    assert bench("--prompts", prompts, "--max-tokens", "8") == status
+    said = capsys.readouterr()
+    assert not list(tmp_path.glob("bench-*.json")) and said.out == ""
+    assert ("Error: no" if status == 1 else "nothing was measured of it yet") in said.err
+
+
 def test_numbers_that_do_not_agree_end_the_run_with_an_error(
     bench: Any, prompts: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +180,16 @@ def test_numbers_that_do_not_agree_end_the_run_with_an_error(
     assert "Error: Prompt 'one', arm 'plain': tokens = accepted + cycles" in capsys.readouterr().err
     found = load(out)
     assert not found.complete and "arm 'plain'" in (found.ended or "")
+
+
+@pytest.mark.parametrize("place, why", [("", "it is a folder"), ("missing/record.json", "is no folder that can be")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    bench: Any, prompts: str, place: str, why: str, tmp_path: Path, capsys: Any
+) -> None:
+    """A slip in --out would be found out when the run is over."""
+    assert bench("--prompts", prompts, "--out", str(tmp_path / place)) == 1
+    said = capsys.readouterr().err
+    assert why in said and "Loading" not in said
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

@@ -304,10 +304,9 @@ def test_a_run_that_fails_keeps_its_record_and_says_one_thing(
         (Fake(key="right"), ("--model", "tiny"), "status 401: .*--api-key-env"),
         (Fake(models=("a", "b")), (), "has 2 models: a, b.*name it with --model"),
         (Fake(), ("--name", "x", "--name", "y"), "`base_url` is given 1 times, `name` 2"),
-        (Fake(), ("--concurrency", "0"), "`concurrency` has to be 1 or more, got 0"),
         (Fake(), ("--limit", "1", "--temperature", "1"), "`seed` has to be given"),
     ],
-    ids=["key", "model", "key of a model", "models", "names", "concurrency", "seed"],
+    ids=["key", "model", "key of a model", "models", "names", "seed"],
 )
 def test_what_is_wrong_is_said_before_or_at_the_first_request(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: Fake, more: tuple[str, ...], message: str
@@ -318,6 +317,14 @@ def test_what_is_wrong_is_said_before_or_at_the_first_request(
     error = capsys.readouterr().err.splitlines()[-1]
     assert status == 1
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("option", ["--concurrency", "--limit", "--trials", "--max-tokens"])
+def test_a_number_below_one_is_wrong_usage(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a server is asked."""
+    with pytest.raises(SystemExit) as end:
+        openai_main(["--base-url", "http://127.0.0.1:9", option, "0"])
+    assert end.value.code == 2 and f"{option}: has to be an integer of 1 or more" in capsys.readouterr().err
 
 
 def test_the_key_is_sent_and_kept_nowhere(

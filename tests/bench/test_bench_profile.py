@@ -11,7 +11,7 @@ import pytest
 from dflash_mlx import stream_generate
 from dflash_mlx.bench.arms import Models
 from dflash_mlx.bench.form import BenchError
-from dflash_mlx.bench.profile import PHASES, Cycle, Phases, Profile, Profiled, from_json, profile, to_json
+from dflash_mlx.bench.profile import PHASES, Cycle, Phases, Profile, Profiled, from_json, profile, profile_main, to_json
 from dflash_mlx.bench.record import Limits, Pair, Prompt
 from tests.bench.scripted import FakeClock
 from tests.conftest import byte_tokenizer, draft_for
@@ -119,3 +119,15 @@ def test_another_file_is_not_read_as_a_profile(value: dict[str, object], message
     """Numbers of another kind would be drawn as phases."""
     with pytest.raises(BenchError, match=message):
         from_json(value)
+
+
+def test_prompts_of_which_none_can_be_profiled_are_refused_before_anything_is_loaded(tmp_path: Path, capsys) -> None:
+    """The second turn of a conversation follows an answer that a profile does not make."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": ["One?", "Two?"]}) + "\n")
+    assert profile_main(["--prompts", f"mt-bench:{file}"]) == 1
+    said = capsys.readouterr().err
+    assert "has conversations only" in said and "Loading" not in said
+    with pytest.raises(SystemExit):
+        profile_main(["--limit", "0"])
+    assert "has to be an integer of 1 or more, got '0'" in capsys.readouterr().err
