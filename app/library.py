@@ -70,6 +70,7 @@ def mlx_backend() -> Backend:
                 pass
 
     def free() -> None:
+        gc.unfreeze()  # the window freezes what is there when a model is ready: the model is part of it
         gc.collect()
         mx.clear_cache()
 

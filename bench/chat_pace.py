@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     result: dict[str, Any] = {
         "schema": "dflash-chat-pace-1",
-        "command": "python -m bench.chat_pace",
+        "command": f"python -m bench.chat_pace --blocks {args.blocks} --blocks-per-s {args.blocks_per_s:g}",
         "machine": machine.card(),
     }
     result |= {"blocks": args.blocks, "letters": LETTERS, "asked_blocks_per_s": args.blocks_per_s, **summary(arms)}

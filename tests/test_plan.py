@@ -280,6 +280,9 @@ def test_the_bandwidth_is_that_of_the_chip_with_this_memory() -> None:
 @pytest.mark.skipif(this_machine().metal, reason="the formula was never held to Metal")
 def test_the_demo_needs_what_its_plan_says() -> None:
     """What is beside its weights within a tenth, all of it within a hundredth."""
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory()  # of tests that ran in this process before
     model, tokenizer, draft = load("demo", draft="auto")
     ids = [(7919 * index) % 40_000 + 100 for index in range(300)]
 
@@ -297,5 +300,5 @@ def test_the_demo_needs_what_its_plan_says() -> None:
     measured = mx.get_peak_memory()
     foretold = plan(Asked("demo", this_machine(), context=304))
     weights = foretold["memory"]["target"] + foretold["memory"]["draft"]
-    assert foretold["needed_bytes"] == pytest.approx(measured, rel=0.01)
+    assert foretold["needed_bytes"] == pytest.approx(measured - others, rel=0.01)
     assert foretold["needed_bytes"] - weights == pytest.approx(measured - held, rel=0.1)

@@ -6,6 +6,7 @@ with a screen of their own in `dialogs`; what the window is made of is in `view`
 
 from __future__ import annotations
 
+import gc
 from typing import ClassVar
 
 from textual import on
@@ -200,6 +201,9 @@ class ChatScreen(Dialogs):
         self.show_waiting()
         if self.has_class("-chatting"):
             await self.notice("Loaded", card.target)
+        # What is here now stays: a full collection would look at all of it again, and keys would wait 0.2 s for that.
+        gc.collect()
+        gc.freeze()
         await self.send_waiting()
 
     async def _engine_failed(self, failed: EngineFailed) -> None:

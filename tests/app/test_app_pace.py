@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 from chatting import running
@@ -11,6 +13,7 @@ from scripted import Answer, Script
 from textual.await_complete import AwaitComplete
 
 from dflash_mlx.app.envelope import EngineMessage
+from dflash_mlx.app.library import mlx_backend
 from dflash_mlx.app.messages import Chunk, CycleTick, ModelLoading, Numbers, PrefillProgress
 from dflash_mlx.app.widgets.answer_markdown import AnswerMarkdown
 
@@ -80,3 +83,19 @@ def test_only_states_replace_each_other_in_the_queue() -> None:
     assert replaces(ModelLoading("a", None), ModelLoading("b", 0.5))
     assert not replaces(Chunk(1, "a", 1), Chunk(1, "b", 1))
     assert not replaces(tick, progress) and not replaces(Chunk(1, "a", 1), tick)
+
+
+async def test_collections_do_not_walk_over_what_was_loaded_and_a_next_load_frees_it() -> None:
+    """A full collection while an answer streams makes a key wait; a model that stays frozen is never freed."""
+
+    class Loaded:
+        def __init__(self) -> None:
+            self.itself = self
+
+    loaded = Loaded()
+    seen = weakref.ref(loaded)
+    async with running(Script()):
+        assert gc.get_freeze_count() > 10_000
+    del loaded
+    mlx_backend().free()
+    assert seen() is None and gc.get_freeze_count() == 0

@@ -458,10 +458,11 @@ sys.exit(dflash_mlx.chat._open_app(LoadModel(), Settings(), dflash_mlx.chat.pars
 """
 
 
-def test_a_chat_whose_model_failed_to_load_says_so_after_it_closed_and_ends_with_1() -> None:
+def test_a_chat_whose_model_failed_to_load_says_so_again_after_it_was_closed() -> None:
+    """Closing it is no failure: the window had said so, and was left by its user."""
     code = FAILED_LOAD.format(here=os.path.dirname(__file__))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1
+    assert result.returncode == 0
     assert result.stderr == "The model could not be loaded: No model at /nowhere.\n"
 
 
