@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx.hub.cache import TARGET
+from dflash_mlx.hub.download import download
 from dflash_mlx.hub.repository import find
 from tests.fake_hub import FakeHub
 from tests.folders import target_folder
@@ -68,6 +69,14 @@ def test_an_error_raised_in_the_progress_cancels_and_the_next_try_completes(hub:
     assert (find("org/target", TARGET).fetch(lambda text, share: None) / "model.safetensors").exists()
 
 
+def test_the_end_is_reported_also_where_it_comes_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that stays where it was last seen looks like a download that hangs."""
+    monkeypatch.setattr("dflash_mlx.hub.download.hub.snapshot_download", lambda *args, **options: "/somewhere")
+    seen: list[float | None] = []
+    assert download("org/model", None, ["*"], 5_000_000, lambda text, share: seen.append(share)) == Path("/somewhere")
+    assert seen == [0.0, 1.0]
+
+
 _FETCH = """
 import sys
 from dflash_mlx.hub.cache import TARGET
@@ -112,5 +121,5 @@ def test_the_real_hub_client_is_cancelled_and_fetches_only_the_rest_afterwards(t
         served.fetched.clear()
         *shares, place = fetch("through")
         assert (Path(place) / "model.safetensors").stat().st_size == (folder / "model.safetensors").stat().st_size
-        assert shares == sorted(shares) and float(shares[-1]) <= 1  # of the rest, which may be over between two looks
+        assert shares == sorted(shares) and float(shares[-1]) == 1  # also where it was over between two looks
         assert "model.safetensors" in served.fetched and "tokenizer.json" not in served.fetched

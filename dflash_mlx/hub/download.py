@@ -47,7 +47,10 @@ def download(name: str, revision: str | None, patterns: Sequence[str], size: int
     except BaseException:
         fetching.stop()
         raise
-    return fetching.result()
+    folder = fetching.result()
+    if size:  # what came between two looks was not reported
+        tell(_message(name, size, size), 1.0)
+    return folder
 
 
 def _message(name: str, done: int, size: int) -> str:
