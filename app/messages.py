@@ -125,7 +125,9 @@ class Numbers:
     resting: bool = False
     """The newest cycle of a dflash turn had no drafts."""
     block_size: int | None = None
-    """What ran: anchor and draft tokens together; 1 for plain decoding."""
+    """What ran: anchor and draft tokens together, at most; 1 for plain decoding."""
+    newest_block: int | None = None
+    """Anchor and draft tokens of the newest cycle that drafted."""
     prompt_tokens: int = 0
     """The whole prompt, `cached_tokens` included."""
     cached_tokens: int = 0

@@ -84,6 +84,7 @@ class Tally:
             mode=newest.mode,
             resting=newest.mode == "dflash" and self._rests(),
             block_size=newest.block_size,
+            newest_block=self._newest_block(),
             recomputed_tokens=newest.recomputed_tokens,
             generation_tokens=newest.generation_tokens,
             recent=tuple(self._recent),
@@ -129,8 +130,14 @@ class Tally:
             self._stretch = (at, response.generation_tokens)
 
     def _rests(self) -> bool:
-        """Whether the newest cycle had no drafts. One that the token limit left no room for says nothing."""
-        cycles = list(self._recent)
-        if self.newest is not None and self.newest.finish_reason == "length":
-            cycles = cycles[:-1]
-        return bool(cycles) and cycles[-1][1] == 0
+        """Whether the newest cycle had no drafts."""
+        drafted = self._drafted()
+        return bool(drafted) and drafted[-1] == 0
+
+    def _newest_block(self) -> int | None:
+        return next((drafted + 1 for drafted in reversed(self._drafted()) if drafted), None)
+
+    def _drafted(self) -> list[int]:
+        """Drafts of the latest cycles. One that the token limit left no room for says nothing."""
+        drafted = [drafted for _, drafted in self._recent]
+        return drafted[:-1] if self.newest is not None and self.newest.finish_reason == "length" else drafted

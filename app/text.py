@@ -64,7 +64,10 @@ def count(number: int, noun: str) -> str:
 
 
 def mode_badge(numbers: Numbers, card: ModelCard | None) -> str:
-    """What the running or the last turn does, by its own account: `dflash B=4`, or `plain` with a reason."""
+    """What the running or the last turn does, by its own account: `dflash B=4`, or `plain` with a reason.
+
+    B is the block of the newest cycle, which changes in mode auto.
+    """
     if card is None or card.draft is None:
         return "plain: no draft" if card is not None else "no model"
     if numbers.reading is not None:
@@ -74,7 +77,7 @@ def mode_badge(numbers: Numbers, card: ModelCard | None) -> str:
             return "plain: by /mode"
         return "plain: see the note" if numbers.notes else "plain"
     if numbers.mode == "dflash":
-        return "dflash, resting" if numbers.resting else f"dflash B={numbers.block_size}"
+        return "dflash, resting" if numbers.resting else f"dflash B={numbers.newest_block or numbers.block_size}"
     return "ready"
 
 

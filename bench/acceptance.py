@@ -1,12 +1,12 @@
 """What drafts gave: the four numbers that go by the name of acceptance, each under its own, and what they come from.
 
 Counts are taken after the answer was cut at its end. With R cycles that drafted, P tokens drafted, A accepted, N tokens
-of all cycles (without the one that prefill gives) and blocks of B (an anchor and B - 1 drafts):
+of all cycles (without the one that prefill gives):
 
-    mean_acceptance_length   1 + A/R   tokens per cycle that drafted, the correction or bonus included; 1..B
+    mean_acceptance_length   1 + A/R   tokens per cycle that drafted, the correction or bonus included
     draft_acceptance_rate    A/P       vLLM, llama.cpp
     accepted_share           A/N       the answer's tokens that came from drafts; 1 - 1/length if every cycle drafted
-    cycle_efficiency         (1 + A/R)/B   of what a cycle could have given at most
+    cycle_efficiency         (A + R)/(P + R)   of what was verified; (1 + A/R)/B if all blocks have B tokens
 
 Pooled over requests the counts are added first (a micro mean). Unknown is None.
 """
@@ -44,7 +44,6 @@ class Position:
 class Acceptance:
     """Counts of one or of many requests.
 
-    slots: sum of B over the cycles that drafted; None where B is not known.
     histogram: accepted drafts -> cycles that drafted. positions: of the first draft, the second, ...
     Both are empty where only totals are known.
     """
@@ -54,7 +53,6 @@ class Acceptance:
     drafted: int
     accepted: int
     emitted: int
-    slots: int | None
     histogram: dict[int, int]
     positions: tuple[Position, ...]
 
@@ -72,7 +70,6 @@ class Acceptance:
             drafted=sum(cycles.drafted),
             accepted=sum(cycles.accepted),
             emitted=sum(cycles.emitted),
-            slots=None if measured.block_size is None else measured.block_size * len(pairs),
             histogram=dict(sorted(Counter(accepted for _, accepted in pairs).items())),
             positions=tuple(
                 Position(
@@ -91,9 +88,8 @@ class Acceptance:
         if found or said.cycles is None or said.drafted is None or said.accepted is None:
             return found
         plain = said.plain_steps or 0
-        slots = None if measured.block_size is None else measured.block_size * (said.cycles - plain)
         emitted = said.accepted + said.cycles
-        return cls(said.cycles, plain, said.drafted, said.accepted, emitted, slots, said.histogram or {}, ())
+        return cls(said.cycles, plain, said.drafted, said.accepted, emitted, said.histogram or {}, ())
 
     @classmethod
     def pool(cls, many: Iterable[Acceptance]) -> Acceptance | None:
@@ -104,14 +100,12 @@ class Acceptance:
         histogram = sum((Counter(part.histogram) for part in parts), Counter[int]())
         depth = max(len(part.positions) for part in parts)
         columns = [[part.positions[i] for part in parts if i < len(part.positions)] for i in range(depth)]
-        slots = [part.slots for part in parts if part.slots is not None]
         return cls(
             cycles=sum(part.cycles for part in parts),
             plain_steps=sum(part.plain_steps for part in parts),
             drafted=sum(part.drafted for part in parts),
             accepted=sum(part.accepted for part in parts),
             emitted=sum(part.emitted for part in parts),
-            slots=sum(slots) if len(slots) == len(parts) else None,
             histogram=dict(sorted(histogram.items())),
             positions=tuple(
                 Position(sum(p.drafted for p in c), sum(p.reached for p in c), sum(p.accepted for p in c))
@@ -137,7 +131,8 @@ class Acceptance:
 
     @property
     def cycle_efficiency(self) -> float | None:
-        return (self.accepted + self.drafting_cycles) / self.slots if self.slots else None
+        verified = self.drafted + self.drafting_cycles
+        return (self.accepted + self.drafting_cycles) / verified if self.drafted else None
 
     def as_json(self) -> dict[str, Any]:
         """The numbers by name; positions as two lists of shares."""

@@ -179,8 +179,8 @@ def acceptance_table(summary: Summary) -> Table:
         ),
         tuple(rows),
         (
-            "R cycles that drafted, P drafts, A accepted, N tokens of all cycles, blocks of B: length 1 + A/R, rate "
-            "A/P, share A/N, efficiency (1 + A/R)/B",
+            "R cycles that drafted, P drafts, A accepted, N tokens of all cycles: length 1 + A/R, rate A/P, share A/N, "
+            "efficiency (A + R)/(P + R)",
             "by position: share of the i-th drafts accepted where all before them were",
         ),
     )

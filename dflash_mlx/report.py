@@ -71,6 +71,7 @@ def as_json(last: GenerationResponse, answer: Answer, check: Divergence | None =
         "draft_acceptance_rate": stats.draft_acceptance_rate,
         "acceptance_histogram": {str(k): stats.histogram[k] for k in sorted(stats.histogram)},
         "block_size": last.block_size,
+        "blocks": {str(size): stats.blocks[size] for size in sorted(stats.blocks)},
         "pipelined": last.pipelined,
         "draft_vocabulary": last.draft_vocabulary,
         "host_syncs": stats.host_syncs,
@@ -96,6 +97,9 @@ def summary_lines(last: GenerationResponse) -> list[str]:
         share = "no drafts" if rate is None else f"{rate:.0%} of {stats.drafted} drafts accepted"
         length, block = stats.mean_acceptance_length, f"{last.block_size}{', pipelined' if last.pipelined else ''}"
         lines.append(f"dflash: block {block}, {_number(length)} tokens per cycle over {drafting} cycles, {share}")
+        if len(stats.blocks) > 1:
+            sizes = ", ".join(f"{size} in {cycles}" for size, cycles in sorted(stats.blocks.items(), reverse=True))
+            lines.append(f"tokens verified by cycles: {sizes}")
         if last.draft_vocabulary is not None:
             lines.append(f"the draft proposes {last.draft_vocabulary} of the target's tokens and leaves out the others")
         if stats.plain_steps > 1:

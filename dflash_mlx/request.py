@@ -131,7 +131,7 @@ class Request:
             cache=cache,
             proposer=proposer,
             decider=self._decider(draws, stop),
-            schedule=self._schedule(proposer, tokens),
+            schedule=self._schedule(proposer, tokens, cache.length),
             tokens=tokens,
             base=base,
             pipelined=self.pipelined,
@@ -150,14 +150,14 @@ class Request:
             return Cautious(policy, draws, options.margin, kernels=self.kernels)
         return make_decider(policy, options.processors, draws, rule=options.rule, stop=stop, kernels=self.kernels)
 
-    def _schedule(self, proposer: Proposer, tokens: list[int]) -> BlockSchedule:
-        if self.mode != "dflash" or self.draft is None:
+    def _schedule(self, proposer: Proposer, tokens: list[int], position: int) -> BlockSchedule:
+        draft, options = self.draft, self.options
+        if self.mode != "dflash" or draft is None:
             return FixedBlock(1)
-        options = self.options
-        adaptive = AdaptiveBlock(self.block_size, self.draft.costs) if self.adaptive else None
+        adaptive = AdaptiveBlock(self.block_size, draft.costs, draft.acceptance, position) if self.adaptive else None
         return Watch(
             adaptive or FixedBlock(self.block_size),
-            Patient(self.target, self.draft, proposer, tokens),
+            Patient(self.target, draft, proposer, tokens),
             insists=options.mode == "dflash" or options.text_depends_on_blocks,
             strict=options.strict,
         )
@@ -168,9 +168,10 @@ class Request:
         context = self.prompt_cache.context if self.prompt_cache is not None else None
         if context is None:
             context = self.draft.make_context(cache.length)
+        rows = self.block_size - 1 if self.adaptive else 0
         if self.options.samples_drafts and isinstance(self.options.policy, SamplingPolicy):
-            return BlockProposer(self.draft, self.target, context, self.options.policy, draws, self.kernels)
-        return BlockProposer(self.draft, self.target, context, None, None, self.kernels)
+            return BlockProposer(self.draft, self.target, context, self.options.policy, draws, self.kernels, rows)
+        return BlockProposer(self.draft, self.target, context, None, None, self.kernels, rows)
 
     def close(self, session: Session) -> None:
         """However the request ended: drop what was not delivered, leave nothing lazy in a cache that is kept."""

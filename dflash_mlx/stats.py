@@ -26,6 +26,7 @@ class Stats:
     host_syncs: int = 0  # device-to-host reads after prefill
     rechecked: int = 0  # near-ties that a single row decided again, if that was asked for
     histogram: Counter[int] = field(default_factory=Counter)  # accepted drafts per cycle that drafted -> cycles
+    blocks: Counter[int] = field(default_factory=Counter)  # tokens verified in a cycle that drafted -> cycles
 
     def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
         self.cycles += 1
@@ -35,6 +36,7 @@ class Stats:
         self.emitted += emitted
         if drafted:
             self.histogram[accepted] += 1
+            self.blocks[drafted + 1] += 1
 
     def retract(self, *, drafted: int, accepted: int, emitted: int, delivered: int) -> None:
         """The last cycle delivered fewer tokens than it made; one that delivered none did not happen."""
@@ -42,6 +44,7 @@ class Stats:
         self.accepted -= accepted
         if drafted:
             self.histogram = self.histogram - Counter([accepted])
+            self.blocks = self.blocks - Counter([drafted + 1])
         self.cycles -= 1
         self.drafted -= drafted
         self.plain_steps -= drafted == 0

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
-from dflash_mlx.blocksize import Costs
+from dflash_mlx.blocksize import Acceptance, Costs, lasting_acceptance
 from dflash_mlx.config import SLIDING, DraftConfig
 from dflash_mlx.draft.context import DraftContext, FullLayer, SlidingLayer
 from dflash_mlx.draft.convolution import DynamicConvolution
@@ -165,7 +165,7 @@ class DraftModel(nn.Module):
 
     name:       where it came from, for messages.
     block_size: the block to run when the caller does not say (at most `config.block_size`).
-    costs:      what cycles with it cost on this machine, learnt while it runs.
+    costs, acceptance: what cycles with it cost on this machine, and how often it is right, learnt while it runs.
     track:      what was accepted of it (`dflash_mlx.health`).
     notes:      what the user should know about it, shown with every request.
     fault:      what was found broken while it ran.
@@ -183,6 +183,7 @@ class DraftModel(nn.Module):
         self.name = name
         self.block_size = min(config.runtime_block_size or config.block_size, config.block_size)
         self.costs = Costs()
+        self.acceptance: Acceptance = lasting_acceptance(config.block_size)
         self.track = Track()
         self.notes: tuple[str, ...] = ()
         self.fault: str | None = None

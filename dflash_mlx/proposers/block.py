@@ -25,6 +25,7 @@ class BlockProposer:
     policy, draws: given for rejection sampling, where drafts are sampled from q and q is handed over; None for
         the draft's best guess per position.
     kernels: what runs the draft's operations.
+    rows: masks to denoise even where fewer drafts are asked for, so that the first ones are those of a longer block.
     last: [K] int32, the tokens of the last proposal before `Proposal.within`: -1 in a row that was not finite. None if
         nothing was proposed. A proposal that was drafted ahead is the last one from `settle` on.
     """
@@ -37,9 +38,11 @@ class BlockProposer:
         policy: SamplingPolicy | None = None,
         draws: Draws | None = None,
         kernels: Kernels = STOCK,
+        rows: int = 0,
     ) -> None:
         self.draft, self.target, self.context = draft, target, context
         self.policy, self.draws, self.kernels = policy, draws, kernels
+        self.rows = draft.config.block_size - 1 if draft.config.whole_block else rows
         self.taps = draft.config.target_layer_ids
         self.last: mx.array | None = None
         self._coming: mx.array | None = None  # `last` after `settle`
@@ -84,7 +87,7 @@ class BlockProposer:
     def _denoise(self, anchor: mx.array, limit: int) -> mx.array:
         """[K, H] after the draft's final norm."""
         config = self.draft.config
-        rows = max(limit, config.block_size - 1) if config.whole_block else limit
+        rows = max(limit, self.rows)
         masks = mx.full((rows,), config.mask_token_id, mx.int32)
         ids = mx.concatenate([anchor, masks])[None]  # [1, rows + 1]
         embed = self.draft.embed if config.own_embedding else self.target.block_rows
