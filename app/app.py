@@ -80,6 +80,12 @@ class ChatApp(App[None]):
         self.session = Session(self.engine, settings or Settings(), keeper)
         self.chat = ChatScreen(self.session)
         self._load, self._resume = load, resume
+        self._loaded: LoadModel | None = None
+        """What is loaded, or was the last that was."""
+        self._gone = False
+        """It had to go for a load that failed."""
+        self._doubted: LoadModel | None = None
+        """What was refused just now, and will be loaded all the same if it is asked for again."""
         self._options = options or LoadModel()
         self._find = find
         self._endings = Endings(self._ended_by, self.session.close)
@@ -125,29 +131,43 @@ class ChatApp(App[None]):
 
     def _chosen(self, choice: Choice | None) -> None:
         if choice is not None:
-            self.load_model(choice.model, choice.draft)
+            self.load_model(choice.model, choice.draft, insist=choice.insist)
 
-    def load_model(self, model: str, draft: str | None = "auto") -> None:
-        """Load another pair, with the options of the command line that are about no one model."""
-        first = self._load or self._options
-        self._begin_load(
-            replace(first, model=model, draft=draft, revision=None, draft_revision=None, gguf=None, launched_at=None)
-        )
+    def load_model(self, model: str, draft: str | None = "auto", *, insist: bool = False) -> None:
+        """Load another pair, with the options of the command line that are about no one model.
+
+        The pair that had to go for one that failed is loaded as it was.
+        """
+        job = (self._load or self._options).instead(model, draft)
+        if self._gone and self._loaded is not None and (model, draft) == (self._loaded.model, "auto"):
+            job = replace(self._loaded, launched_at=None)
+        self._begin_load(replace(job, insist=insist or job == self._doubted))
 
     def _begin_load(self, job: LoadModel) -> None:
         if not self.engine.is_alive():
             self.chat.hint(NO_ENGINE)
             return
         self.failure = None
-        self._load = job
+        self._load, self._doubted = job, None
         self.session.load(job)
         self.chat.show_loading("Loading", None)
 
-    def loaded(self, card: ModelCard) -> None:
+    def loaded(self) -> None:
         """A pair is loaded: remember it."""
         self.failure = None
+        self._loaded, self._gone = self._load, False
         if self._load is not None:
             self.remember(model=self._load.model, draft=self._load.draft)
+
+    def kept(self, card: ModelCard, *, may_insist: bool) -> None:
+        """What was to be loaded is not, and the pair before is still there."""
+        if self._loaded is None or self._loaded.model != card.model:  # a load that was overtaken had ended by then
+            self._loaded = (self._load or self._options).instead(card.model, card.draft and "auto")
+        self._load, self._doubted = self._loaded, self._load if may_insist else None
+
+    def lost(self) -> None:
+        """Nothing is loaded."""
+        self._gone = True
 
     def remember(self, **changes: Any) -> State:
         """Change what the next start begins with. A disk that cannot be written costs only that."""
@@ -192,7 +212,7 @@ class ChatApp(App[None]):
         """A signal: the terminal was closed, or the process is to go. Not if it is going already."""
         if not self.is_running:
             return
-        saved = self.session.keeper.id if self.session.conversation.turns else None
+        saved = self.session.saved
         kept = f" The chat is saved: --resume {saved} goes on with it." if saved else ""
         self.last_words = f"Ended by {name}.{kept}"
         self.exit(return_code=code)
@@ -200,8 +220,8 @@ class ChatApp(App[None]):
     def close_engine(self, timeout_s: float) -> bool:
         """Keep the chat as it is and wait for the engine to finish its cycle; False if it is still busy. Call it after
         `run`, however that ended."""
-        if self.session.keeper.id is not None and self.session.conversation.turns:
-            self.remember(chat=self.session.keeper.id)
+        if self.session.saved is not None:
+            self.remember(chat=self.session.saved)
         self.session.close()
         if self.engine.is_alive():
             self.engine.shutdown()

@@ -12,6 +12,10 @@ from typing import Any, Literal, Protocol
 Progress = Callable[[str, float | None], None]
 
 
+class TooLarge(ValueError):
+    """By its metadata a pair does not fit into this machine's memory. An estimate, so the user may insist."""
+
+
 class Tokenizer(Protocol):
     """What the chat asks of an mlx_lm TokenizerWrapper, beside what `dflash_mlx.segments` does."""
 
@@ -176,3 +180,5 @@ class Backend:
     prefill_step_size: int = 2048
     """Prompt tokens per forward pass, and so between two looks at whether to stop."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    prepare: Callable[[str, Mapping[str, Any], Progress, bool], None] = lambda path, options, progress, insist: None
+    """All of `load` that can fail before weights are read. insist: even if it is too large by the estimate."""

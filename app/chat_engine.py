@@ -64,14 +64,28 @@ class ChatEngine:
         self._pair: Pair | None = None
         self._card: ModelCard | None = None
         self._cache: Cache | None = None
+        self._replaced: ModelCard | None = None
         self._kernels = "auto"
         self._raced = False
 
+    @property
+    def card(self) -> ModelCard | None:
+        """What is loaded; None if nothing is."""
+        return self._card
+
+    @property
+    def replaced(self) -> ModelCard | None:
+        """What the newest load freed to make room, and so what is gone if that load fails."""
+        return self._replaced
+
     def load(self, job: LoadModel) -> None:
-        """Load a pair in the place of the one before, which is freed first, and report it."""
+        """Load a pair in the place of the one before, and report it.
+
+        The one before is freed when nothing is left to do but to read weights: what fails or is cancelled until then
+        leaves it as it was.
+        """
         started = self._clock() if job.launched_at is None else job.launched_at
         last_text, last_at = "", float("-inf")
-        self._drop_pair()
 
         def progress(text: str, fraction: float | None) -> None:
             nonlocal last_text, last_at
@@ -82,12 +96,16 @@ class ChatEngine:
                 last_text, last_at = text, now
                 self._emit(ModelLoading(text, fraction))
 
-        left_out = ("model", "launched_at", "number")
+        left_out = ("model", "launched_at", "number", "insist")
         options = {name: value for name, value in asdict(job).items() if name not in left_out}
         notes: list[str] = []
         pair: Pair | None = None
         try:
+            if self._pair is not None and not self._cancelled(job.number):
+                with noted_warnings([]):  # loading says them again
+                    self._backend.prepare(job.model, options, progress, job.insist)
             if not self._cancelled(job.number):
+                self._drop_pair()
                 with noted_warnings(notes):
                     pair = self._backend.load(job.model, options, progress)
         except Exception:
@@ -95,8 +113,9 @@ class ChatEngine:
                 raise  # else this is `Cancelled`, or what the library made of it on the way
         if pair is None or self._cancelled(job.number):
             pair = None
-            self._backend.free()
-            self._emit(LoadCancelled(job.number))
+            if self._pair is None:
+                self._backend.free()
+            self._emit(LoadCancelled(job.number, self._card))
             return
         card = describe(job, pair, self._clock() - started, notes, self._backend.memory_gb)
         self._pair, self._card, self._kernels = pair, card, job.kernels
@@ -168,6 +187,7 @@ class ChatEngine:
 
     def _drop_pair(self) -> None:
         """Two large models at once may not fit."""
+        self._replaced = self._card
         self._pair = self._card = self._cache = None
         self._raced = False
         self.answered = {}

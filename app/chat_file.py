@@ -6,6 +6,7 @@
     {"op":"end","turn":1,"at":"...","parts":[...],"state":"stop","closing":"...","numbers":{...}}
     {"op":"drop","turn":1}                                                    undo, regenerate
     {"op":"title","text":"..."}   {"op":"system","text":"..."}
+    {"op":"unsent","waiting":["..."],"box":"..."}                             written, not sent: all of it, as it is now
 
 Turns are numbered by the file, from 1, and never twice. A line that is not understood is skipped and counted. A
 change that older readers would get wrong takes a new `VERSION`.
@@ -31,6 +32,14 @@ _GROW = b'{"op":"grow",'
 _ENDS = (*get_args(Reason), "failed")
 
 
+@dataclass(frozen=True)
+class Unsent:
+    """What was written and not sent: messages that waited, the next one first, and what stood in the box."""
+
+    waiting: tuple[str, ...] = ()
+    box: str = ""
+
+
 @dataclass
 class Saved:
     """What a file says."""
@@ -43,6 +52,7 @@ class Saved:
     title: str = ""
     """As the user gave it; empty if they did not."""
     conversation: Conversation = field(default_factory=Conversation)
+    unsent: Unsent = Unsent()
     last: int = 0
     """The highest turn number in the file."""
     damaged: int = 0
@@ -91,6 +101,11 @@ def end(number: int, at: datetime, parts: list[list[str]], turn: Turn) -> dict[s
     return {**record, "closing": turn.closing, "numbers": numbers}
 
 
+def unsent(what: Unsent) -> dict[str, Any]:
+    """In the place of every such line before it."""
+    return {"op": "unsent", "waiting": what.waiting, "box": what.box}
+
+
 def _head(path: Path, line: bytes) -> Saved:
     record = decode(line) if line.endswith(b"\n") else None
     if record is None or record.get("format") != FORMAT:
@@ -118,6 +133,8 @@ def _apply(saved: Saved, record: Mapping[str, Any] | None) -> bool:
                 saved.title = _text(record, "text")
             case "system":
                 saved.system = _text(record, "text")
+            case "unsent":
+                saved.unsent = Unsent(_texts(record, "waiting"), _text(record, "box"))
             case "ask" | "grow" | "end" | "drop":
                 _apply_turn(saved, record, record["op"])
             case _:
@@ -163,6 +180,13 @@ def _text(record: Mapping[str, Any], key: str, default: str | None = None) -> st
     if not isinstance(value, str):
         raise TypeError(key)
     return value
+
+
+def _texts(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    texts = record[key]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(key)
+    return tuple(texts)
 
 
 def _time(record: Mapping[str, Any], key: str) -> datetime:

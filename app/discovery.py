@@ -110,7 +110,7 @@ def _candidate(target: LocalTarget, context: int, machine: Machine) -> Candidate
         why=why,
         fit=fit(
             target.config,
-            stored.bytes,
+            stored.held,
             need,
             context=context,
             size=size,

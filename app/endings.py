@@ -16,6 +16,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from dflash_mlx.hang_up import let_go, terminals
+
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 GRACE_S = 8.0
 """From a signal to the end by force; more than what closing waits for the engine."""
@@ -39,7 +41,7 @@ class Endings:
     def watch(self) -> None:
         """Call it in the event loop. Off the main thread nothing can be watched, and nothing is."""
         self._loop = asyncio.get_running_loop()
-        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+        self._terminals = terminals()
         with suppress(ValueError):
             for number in ENDING:
                 self._former[number] = signal.signal(number, self._caught)
@@ -54,18 +56,11 @@ class Endings:
         """Runs in the main thread, between two steps of whatever it is doing, a write that waits included."""
         code = 128 + number
         if number == signal.SIGHUP:
-            self._let_go()
+            let_go(self._terminals)
         threading.Thread(target=self._force, args=(code,), name="dflash-ending", daemon=True).start()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has closed: the app is ending already
                 self._loop.call_soon_threadsafe(self._ended, signal.Signals(number).name, code)
-
-    def _let_go(self) -> None:
-        """Writing to a terminal that is gone is an error in every place that writes; to nowhere it is none."""
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in self._terminals:
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
 
     def _force(self, code: int) -> None:
         threading.Event().wait(GRACE_S)

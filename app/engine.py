@@ -112,5 +112,6 @@ class EngineThread(threading.Thread):
                 doing, number = "race", job.number
                 engine.race(job)
         except Exception as error:
-            return failure(error, backend, doing, number)
+            before = (engine.card, engine.replaced) if doing == "load" else (None, None)
+            return failure(error, backend, doing, number, *before)
         return None

@@ -6,8 +6,9 @@ import traceback
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from dflash_mlx.app.backend import Backend
-from dflash_mlx.app.messages import EngineFailed
+from dflash_mlx.app.backend import Backend, TooLarge
+from dflash_mlx.app.messages import EngineFailed, ModelCard
+from dflash_mlx.app.text import pair_name
 
 Doing: TypeAlias = Literal["load", "answer", "race"]
 _FAILED = {"load": "The model could not be loaded", "answer": "No answer", "race": "No race"}
@@ -30,20 +31,40 @@ _ALLOCATION_FAILED = (
 )
 
 
-def failure(error: Exception, backend: Backend | None, doing: Doing, number: int | None = None) -> EngineFailed:
+def failure(
+    error: Exception,
+    backend: Backend | None,
+    doing: Doing,
+    number: int | None = None,
+    kept: ModelCard | None = None,
+    replaced: ModelCard | None = None,
+) -> EngineFailed:
     """Say an error to the user: its own text if it was written for them, otherwise what kind of bug it is.
 
     Args:
-        number: of the turn or race that failed. A load that failed is fatal.
+        number: of the turn, race or load that failed. A load that failed is fatal, unless
+        kept: the pair before it is still loaded.
+        replaced: the pair that was freed for it, which is gone.
     """
-    fatal = doing == "load"
+    details = ""
     if out_of_memory(error):
-        return EngineFailed("Out of memory", _NO_MEMORY[doing], fatal, number)
-    if backend is not None and isinstance(error, backend.user_errors):
-        return EngineFailed(_FAILED[doing], str(error), fatal, number)
-    body = f"{type(error).__name__}: {error}\nThis is a bug in dflash_mlx; its traceback is shown when you quit."
-    details = "".join(traceback.format_exception(error))
-    return EngineFailed("Something unexpected went wrong", body, fatal, number, details)
+        title, body = "Out of memory", _NO_MEMORY[doing]
+    elif backend is not None and isinstance(error, backend.user_errors):
+        title, body = _FAILED[doing], str(error)
+    else:
+        title = "Something unexpected went wrong"
+        body = f"{type(error).__name__}: {error}\nThis is a bug in dflash_mlx; its traceback is shown when you quit."
+        details = "".join(traceback.format_exception(error))
+    if kept is not None:
+        body += f"\n{still_loaded(kept)}"
+    elif replaced is not None:
+        body += f"\n{pair_name(replaced)} was freed for it: /load {replaced.model} loads that again."
+    fatal = doing == "load" and kept is None
+    return EngineFailed(title, body, fatal, number, details, kept, may_insist=isinstance(error, TooLarge))
+
+
+def still_loaded(card: ModelCard) -> str:
+    return f"{pair_name(card)} is still loaded."
 
 
 def out_of_memory(error: BaseException) -> bool:

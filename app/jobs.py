@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from dflash_mlx.app.settings import Settings
+from dflash_mlx.pairing.registry import DEMO
 
 Messages: TypeAlias = tuple[tuple[str, str], ...]
 """The conversation as (role, text) pairs, the question last."""
@@ -33,8 +34,28 @@ class LoadModel:
     """These eight as in `dflash_mlx.load`."""
     launched_at: float | None = field(default=None, compare=False)
     """`time.perf_counter()` when the program started; None: when loading starts."""
+    insist: bool = field(default=False, compare=False)
+    """The user was told that it is too large by the estimate, and wants it."""
     number: int = field(default=0, compare=False)
     """Numbers of jobs grow, whatever their kind; `Engine.cancel(number)` stops this one and all before it."""
+
+    def instead(self, model: str, draft: str | None) -> LoadModel:
+        """Another pair, with those of these options that are about no one model and that `load` takes for it."""
+        job = replace(
+            self,
+            model=model,
+            draft=draft,
+            gguf=None,
+            revision=None,
+            draft_revision=None,
+            launched_at=None,
+            insist=False,
+        )
+        if job.dtype == "packed" and model != DEMO:  # only the demo's target comes so
+            job = replace(job, dtype=None)
+        if draft is None:
+            job = replace(job, draft_bits=None, draft_dtype=None, draft_window=None, draft_vocabulary="auto")
+        return job
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dflash_mlx.app.chat_file import Unsent
 from dflash_mlx.app.conversation import Conversation, Turn
 from dflash_mlx.app.lines import StoreError
 from dflash_mlx.app.metrics import MetricsLog
@@ -20,7 +21,7 @@ Tell = Callable[[str, str], None]
 
 
 class Keeper:
-    """Writes one chat at a time. A chat has no file before its first question.
+    """Writes one chat at a time. A chat has no file before its first question, sent or left waiting.
 
     Args:
         save, metrics: whether chats, and the numbers of their turns, are written at all.
@@ -102,6 +103,10 @@ class Keeper:
 
     def system(self, text: str) -> None:
         self._write(lambda chat: chat.system(text))
+
+    def left_unsent(self, unsent: Unsent) -> None:
+        """What was written and not sent is this now."""
+        self._write(lambda chat: chat.left_unsent(unsent))
 
     def measured(self, record: Mapping[str, Any]) -> None:
         """Append a turn's record to the metrics file."""

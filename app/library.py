@@ -19,6 +19,7 @@ def mlx_backend() -> Backend:
     """Import the engine library. Slow; only inside the thread that will own the arrays."""
     # `load` comes first: it puts a real BLAS under MLX on Linux, which has to happen early.
     from dflash_mlx import load, make_prompt_cache, make_sampler, stream_generate  # noqa: I001
+    from dflash_mlx.app.prepare import prepare
     from dflash_mlx.cpu import prefill_step_size
     from dflash_mlx.divergence import compare
     from dflash_mlx.doctor_command import versions
@@ -88,4 +89,5 @@ def mlx_backend() -> Backend:
         (DFlashError, ValueError),
         step,
         versions(),
+        prepare,
     )

@@ -61,9 +61,11 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class LoadCancelled:
-    """Loading ended because it was cancelled; what was loaded before is gone too, and nothing is."""
+    """Loading ended because it was cancelled."""
 
     number: int
+    kept: ModelCard | None = None
+    """The pair before, which is still loaded; None: nothing is."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,10 @@ class EngineFailed:
     """Number of the turn, race or load that failed; None if it was none of these."""
     details: str = ""
     """A traceback if this is a bug, to print when the app has closed; empty for errors meant for the user."""
+    kept: ModelCard | None = None
+    """Of a load: the pair before, which is still loaded."""
+    may_insist: bool = False
+    """Of a load: asked for once more, it is done all the same."""
 
 
 Event: TypeAlias = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.app import chat_file
-from dflash_mlx.app.chat_file import Saved
+from dflash_mlx.app.chat_file import Saved, Unsent
 from dflash_mlx.app.conversation import Turn
 from dflash_mlx.app.lines import LineFile, StoreError, encode
 from dflash_mlx.app.titles import one_line, title_of
@@ -23,10 +23,11 @@ GROW_S = 1.0
 
 
 class Chat:
-    """A conversation that is kept. Its file appears with the first question.
+    """A conversation that is kept. Its file appears with the first question, or at the end if one waits to be sent.
 
     conversation:    what was read, to go on with. The chat writes down what it is told, not what it finds there.
     settings_system: the system prompt in force.
+    unsent:          what was written and not sent, as the file says it.
     read_only:       why nothing is saved, for the user; empty if it is.
     note:            what could not be read, for the user; empty if all could.
     """
@@ -44,6 +45,7 @@ class Chat:
         self.path = path
         self.conversation = saved.conversation
         self.settings_system = saved.system
+        self.unsent = saved.unsent
         self.model = saved.model
         self.read_only = read_only
         lines = "1 damaged line was" if saved.damaged == 1 else f"{saved.damaged} damaged lines were"
@@ -69,7 +71,7 @@ class Chat:
     @property
     def title(self) -> str:
         """The user's, or the first question."""
-        return title_of(self._given_title, self.conversation)
+        return title_of(self._given_title, self.conversation, self.unsent.waiting)
 
     # Each of these raises StoreError, with text for the user, the first time that the disk refuses.
 
@@ -110,9 +112,16 @@ class Chat:
             self.settings_system = text
             self._write({"op": "system", "text": text})
 
+    def left_unsent(self, unsent: Unsent) -> None:
+        """This was written and not sent, until it is said otherwise."""
+        if unsent != self.unsent:
+            self.unsent = unsent
+            self._write(chat_file.unsent(unsent), sync=True)
+
     def close(self) -> None:
         """Write what waits, an answer that still grows too, and give the file back. The chat then writes no more."""
         turn = self.conversation.open_turn
+        self._begun = self._begun or bool(self.unsent.waiting)
         try:
             if turn is not None and turn.number in self._numbers:
                 self._write({"op": "grow", "turn": self._numbers[turn.number], "parts": self._news(turn)}, sync=True)

@@ -6,10 +6,11 @@ No Textual and no MLX. The screen calls it when the user acts and tells it what 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from dflash_mlx.app.baseline import Baseline, context_tokens
+from dflash_mlx.app.chat_file import Unsent
 from dflash_mlx.app.conversation import Conversation, End, Turn
 from dflash_mlx.app.engine import Engine
 from dflash_mlx.app.jobs import Ask, LoadModel, Messages, Race
@@ -36,6 +37,7 @@ class Session:
     racing:  number of the race that runs.
     numbers: of the running or the last turn.
     waiting: messages to be sent, the next one first; `held` after a stop, until the user goes on.
+    written: what stands in the box, not sent yet.
     """
 
     def __init__(self, engine: Engine, settings: Settings, keeper: Keeper) -> None:
@@ -47,8 +49,10 @@ class Session:
         self.racing: int | None = None
         self.numbers = Numbers()
         self.baseline: Baseline | None = None
+        self._measured: ModelCard | None = None
         self.waiting: list[Waiting] = []
         self.held = False
+        self.written: Callable[[], str] = lambda: ""
         self._engine = engine
         self._load = LoadModel()
         self._number = 0
@@ -64,12 +68,20 @@ class Session:
         self.stop()
         self._number += 1
         self._load, self.loading = replace(job, number=self._number), self._number
-        self.card, self.baseline = None, None
+        self.card = None
         self._engine.submit(self._load)
 
     def loaded(self, card: ModelCard) -> None:
         """What was measured is of another pair: the turn that loading stopped may have ended after it began."""
         self.card, self.baseline, self.loading = card, None, None
+        self._measured = card
+
+    def kept(self, card: ModelCard) -> None:
+        """Loading was cancelled or failed, and the pair before is still there."""
+        if card != self._measured:  # a load that was overtaken had ended by then
+            self.loaded(card)
+        self.card, self.loading = card, None
+        self.held = bool(self.waiting)  # it was meant for the other pair
 
     @property
     def wanted(self) -> str:
@@ -78,7 +90,7 @@ class Session:
 
     def not_loaded(self) -> None:
         """Loading was cancelled or failed: there is no model now."""
-        self.card, self.loading = None, None
+        self.card, self.baseline, self.loading = None, None, None
         self.held = bool(self.waiting)
 
     # Asking -----------------------------------------------------------------------------------------------
@@ -107,6 +119,7 @@ class Session:
         turn = self.conversation.ask(question, self._number)
         self.numbers = Numbers(asked_mode=self.settings.mode, reading=0.0)
         self.keeper.asked(turn, self.card.model if self.card is not None else "")
+        self._keep_unsent()
         messages = self.conversation.messages(self.settings.system)
         self._engine.submit(Ask(turn.number, messages, self.settings, requested_at))
         return turn
@@ -115,9 +128,10 @@ class Session:
         """Send `text` after what is running and what waits already."""
         self.waiting.append(Waiting(text))
         self.held = False
+        self._keep_unsent()
 
     def next_waiting(self) -> str | None:
-        """Take the next message if it can be sent now."""
+        """Take the next message if it can be sent now; it is still saved as waiting until it is asked."""
         if self.busy or self.held or not self.waiting or self.refusal:
             return None
         return self.waiting.pop(0).text
@@ -125,13 +139,20 @@ class Session:
     def drop_waiting(self) -> bool:
         """Forget what waits; False if nothing did."""
         dropped, self.waiting, self.held = bool(self.waiting), [], False
+        self._keep_unsent()
         return dropped
 
     def take_back(self) -> str | None:
         """Out of the queue again: the message that was sent last."""
         text = self.waiting.pop().text if self.waiting else None
         self.held = self.held and bool(self.waiting)
+        self._keep_unsent(text or "")
         return text
+
+    def _keep_unsent(self, written: str = "") -> None:
+        """Save what waits, so that no end of the program loses it. What is in the box is saved when it comes from
+        there or the app closes, not with every key."""
+        self.keeper.left_unsent(Unsent(tuple(message.text for message in self.waiting), written))
 
     # What the engine said ---------------------------------------------------------------------------------
 
@@ -192,38 +213,48 @@ class Session:
     def clear(self) -> None:
         """Stop the answer and begin another chat. The cache finds out: it keeps what the next prompt shares."""
         self._leave()
-        self._show(self.keeper.new(self.card.model if self.card is not None else "", self.settings.system))
+        self._show(self.keeper.new(self.card.model if self.card is not None else "", self.settings.system), Unsent())
 
-    def resume(self, id: str) -> None:
-        """Go on with a saved chat.
+    def resume(self, id: str) -> str:
+        """Go on with a saved chat. What waited there is held; returns what stood in the box.
 
         Raises:
             StoreError: it cannot be read; the conversation stays, though what ran has been stopped.
         """
         self._leave()
         chat = self.keeper.open(id)
-        self._show(chat.conversation)
+        unsent = Unsent() if chat.read_only else chat.unsent  # else it is the other window's
+        self._show(chat.conversation, unsent)
         self.settings = replace(self.settings, system=chat.settings_system)
+        return unsent.box
 
     def _leave(self) -> None:
-        """End what runs in this conversation."""
+        """End what runs in this conversation. What waits stays with it, what is in the box with the window."""
         turn = self.conversation.open_turn
         if turn is not None:
             self._engine.cancel(turn.number)
             self.finish(turn.number, "cancelled", "left before its end", self.numbers)
-        self.drop_waiting()
+        self._keep_unsent()
 
-    def _show(self, conversation: Conversation) -> None:
+    def _show(self, conversation: Conversation, unsent: Unsent) -> None:
         self.conversation = conversation
+        self.waiting = [Waiting(text) for text in unsent.waiting]
+        self.held = bool(self.waiting)
         last = conversation.turns[-1].numbers if conversation.turns else None
         self.numbers = last or Numbers()
 
     def close(self) -> None:
-        """The app ends: an answer that is being written is kept as far as it came."""
+        """The app ends: an answer that is being written is kept as far as it came, and what was not sent too."""
         turn = self.conversation.open_turn
         if turn is not None:
             self.finish(turn.number, "cancelled", "the chat was closed; this much is kept", self.numbers)
+        self._keep_unsent(self.written())
         self.keeper.close()
+
+    @property
+    def saved(self) -> str | None:
+        """Id of the chat, if there is anything in it to go on with."""
+        return self.keeper.id if self.conversation.turns or self.waiting else None
 
     # Settings and races -----------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class ChatStore:
         if known is not None and known[0] == stamp:
             return known[1]
         saved = chat_file.read(path, answers=False)
-        title = title_of(saved.title, saved.conversation)
+        title = title_of(saved.title, saved.conversation, saved.unsent.waiting)
         turns = len(saved.conversation.turns)
         summary = ChatSummary(path.stem, title, saved.created, saved.changed, turns, saved.model)
         self._known[path] = (stamp, summary)

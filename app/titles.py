@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 
 from dflash_mlx.app.conversation import Conversation
@@ -11,10 +13,10 @@ CELLS = 60
 UNTITLED = "New chat"
 
 
-def title_of(given: str, conversation: Conversation) -> str:
-    """The title that the user gave, or else the first question."""
-    first = one_line(conversation.turns[0].user) if conversation.turns else ""
-    return given or first or UNTITLED
+def title_of(given: str, conversation: Conversation, waiting: Sequence[str] = ()) -> str:
+    """The title that the user gave, or else the first question, or what would be the first if it were sent."""
+    questions = (*(turn.user for turn in conversation.turns[:1]), *waiting)
+    return given or one_line(next(iter(questions), "")) or UNTITLED
 
 
 def one_line(text: str, cells: int = CELLS) -> str:

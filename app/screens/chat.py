@@ -15,6 +15,7 @@ from textual.widgets import TextArea
 
 from dflash_mlx.app import actions, commands
 from dflash_mlx.app.envelope import EngineMessage
+from dflash_mlx.app.failures import still_loaded
 from dflash_mlx.app.messages import (
     Chunk,
     CycleTick,
@@ -173,11 +174,9 @@ class ChatScreen(Dialogs):
             case ModelReady(card=card, number=number):
                 if number == self.session.loading:
                     await self._ready(card)
-            case LoadCancelled(number=number):
+            case LoadCancelled(number=number, kept=kept):
                 if number == self.session.loading:
-                    self.session.not_loaded()
-                    self.show_unloaded()
-                    self.chat_app.choose_model()
+                    await self._load_cancelled(kept)
             case RaceDone() as done:
                 self.session.raced(done)
                 self.show_numbers()
@@ -192,28 +191,51 @@ class ChatScreen(Dialogs):
 
     async def _ready(self, card: ModelCard) -> None:
         self.session.loaded(card)
-        self.chat_app.loaded(card)
-        self.welcome.show_ready(card)
+        self.chat_app.loaded()
         if misfit := commands.misfit(self.session.settings, card):
             self.hint(misfit)
+        if self.has_class("-chatting"):
+            await self.notice("Loaded", card.target)
+        self._show_loaded(card)
+        await self.send_waiting()
+
+    def _show_loaded(self, card: ModelCard) -> None:
+        self.welcome.show_ready(card)
         self.show_names()
         self.show_numbers()
         self.show_waiting()
-        if self.has_class("-chatting"):
-            await self.notice("Loaded", card.target)
         # What is here now stays: a full collection would look at all of it again, and keys would wait 0.2 s for that.
         gc.collect()
         gc.freeze()
-        await self.send_waiting()
+
+    def _kept(self, card: ModelCard, *, may_insist: bool = False) -> None:
+        """Another pair was not loaded, and the one before is still there."""
+        self.session.kept(card)
+        self.chat_app.kept(card, may_insist=may_insist)
+        self._show_loaded(card)
+
+    async def _load_cancelled(self, kept: ModelCard | None) -> None:
+        if kept is not None:
+            self._kept(kept)
+            await self.notice("Cancelled", still_loaded(kept))
+            return
+        self.chat_app.lost()
+        self.session.not_loaded()
+        self.show_unloaded()
+        self.chat_app.choose_model()
 
     async def _engine_failed(self, failed: EngineFailed) -> None:
         if failed.details:
             self.chat_app.tracebacks.append(failed.details)
         session = self.session
+        overtaken = session.loading is not None and failed.turn not in (None, session.loading)
+        if (failed.fatal or failed.kept is not None) and overtaken:
+            return  # of a load in whose place another one came
+        if failed.kept is not None:
+            self._kept(failed.kept, may_insist=failed.may_insist)
         if failed.fatal:
-            if session.loading is not None and failed.turn not in (None, session.loading):
-                return  # of a load that was overtaken by another one
             self.chat_app.failure = failed
+            self.chat_app.lost()
             session.not_loaded()
             self.show_unloaded()
             self.welcome.show_failure(failed.title, failed.body)

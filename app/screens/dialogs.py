@@ -13,6 +13,7 @@ from dflash_mlx.app.lines import StoreError
 from dflash_mlx.app.screens.chats import ChatsScreen
 from dflash_mlx.app.screens.controls import ControlsScreen
 from dflash_mlx.app.screens.help import HelpScreen, info
+from dflash_mlx.app.screens.models import Choice
 from dflash_mlx.app.screens.race import RaceScreen
 from dflash_mlx.app.screens.sheet import Sheet
 from dflash_mlx.app.screens.system import SystemScreen
@@ -56,7 +57,7 @@ class Dialogs(Talk):
             self.show_names()
             return
         try:
-            session.resume(id)
+            self.prompt.add_before(session.resume(id))
         except StoreError as error:
             self.hint(str(error))
         await self.show_conversation()
@@ -94,7 +95,8 @@ class Dialogs(Talk):
         self.chat_app.choose_model()
 
     async def command_load(self, value: str) -> None:
-        self.chat_app.load_model(value)
+        choice = Choice.typed(value)
+        self.chat_app.load_model(choice.model, choice.draft)
 
     def change(self, settings: Settings, said: str) -> None:
         """Other settings, from the next message on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from textual import on
@@ -32,12 +32,14 @@ class Choice:
 
     model: str
     draft: str | None = "auto"
+    insist: bool = field(default=False, compare=False)
+    """It was said that it is too large."""
 
     @classmethod
     def typed(cls, text: str) -> Choice:
-        """`TARGET` or `TARGET + DRAFT`."""
-        target, plus, draft = text.partition(" + ")
-        return cls(target.strip(), draft.strip() if plus and draft.strip() else "auto")
+        """`TARGET`, `TARGET + DRAFT`, or `TARGET + none`."""
+        target, _, draft = (each.strip() for each in text.partition(" + "))
+        return cls(target, None if draft == "none" else draft or "auto")
 
 
 class ModelsScreen(ModalScreen[Choice | None]):
@@ -200,7 +202,7 @@ class ModelsScreen(ModalScreen[Choice | None]):
         if isinstance(row, TypedRow):
             self.dismiss(Choice.typed(self._wanted))
         elif row is not None and self._may_load(row.candidate):
-            self.dismiss(Choice(row.candidate.path_or_repo))
+            self.dismiss(Choice(row.candidate.path_or_repo, insist=self._warned is row.candidate))
 
     def _may_load(self, candidate: Candidate) -> bool:
         """Not what cannot run; what is too large after a second Enter."""

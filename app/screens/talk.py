@@ -209,7 +209,8 @@ class Talk(ChatView):
         self._answer = None
         self.editing = False
         conversation = self.session.conversation
-        self.history.replace([turn.user for turn in conversation.turns] or self.history.entries)
+        waiting = [message.text for message in self.session.waiting]
+        self.history.replace([turn.user for turn in conversation.turns] + waiting or self.history.entries)
         await self.transcript.show(conversation)
         self.set_class(bool(conversation.turns), "-chatting")
         self.show_waiting()

@@ -49,7 +49,9 @@ class ChatView(Screen[None]):
         yield Transcript()
         yield QueueLine()
         yield Static("", markup=False, id="hint")
-        yield Prompt()
+        prompt = Prompt()
+        self.session.written = lambda: prompt.written
+        yield prompt
         yield StatsBar()
 
     @property

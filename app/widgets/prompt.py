@@ -89,6 +89,16 @@ class Prompt(TextArea):
             with self.prevent(TextArea.Changed):
                 self.set_text(text + self.text)
 
+    def add_before(self, text: str) -> None:
+        """Put an unsent message back, in lines of its own before what has been typed since."""
+        if text:
+            self.set_text("\n".join(filter(None, (text, self.text))))
+
+    @property
+    def written(self) -> str:
+        """What the user has written; empty if it is an earlier message that was only looked at."""
+        return "" if self.text == self._recalled else self.text
+
     def set_text(self, text: str) -> None:
         """Show `text` as if the user had written it."""
         self.recall(text)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dflash_mlx.app.backend import Backend, Pair, Progress
+from dflash_mlx.app.backend import Backend, Pair, Progress, TooLarge
 from dflash_mlx.app.engine import EngineThread
 from dflash_mlx.app.jobs import Ask, Job, LoadModel, Race
 from dflash_mlx.app.messages import Event
@@ -33,6 +33,7 @@ class FakeStats:
     host_syncs: int = 0
     rechecked: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
+    blocks: Counter[int] = field(default_factory=Counter)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -210,6 +211,9 @@ class Script:
     load_steps: tuple[tuple[str, float | None], ...] = (("Reading weights", 0.5),)
     load_gate: threading.Event | None = None
     load_error: Exception | None = None
+    prepare_error: Exception | None = None
+    """Raised before the pair that is loaded is freed."""
+    prepare_gate: threading.Event | None = None
     load_warnings: tuple[str, ...] = ()
     draft: FakeDraft | None = field(default_factory=FakeDraft)
     tokenizer: Callable[[], FakeTokenizer] = FakeTokenizer
@@ -222,6 +226,8 @@ class Script:
     """Of every race. Its arms give `answers` like two turns: the plain one first."""
     loads: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """(model, options) of every load that began."""
+    prepared: list[tuple[str, bool]] = field(default_factory=list)
+    """(model, whether it was insisted on) of every load beside a pair that is there."""
     compared: list[dict[str, Any]] = field(default_factory=list)
     warmed_up: int = 0
     freed: int = 0
@@ -251,6 +257,7 @@ class Script:
             (ValueError,),
             PREFILL_STEP_SIZE,
             {"dflash_mlx": "0.1", "mlx": None},
+            self._prepare,
         )
 
     def _compare(
@@ -278,6 +285,14 @@ class Script:
     def _make_cache(self, model: object, draft: object) -> FakeCache:
         self.caches.append(FakeCache())
         return self.caches[-1]
+
+    def _prepare(self, path: str, options: Mapping[str, Any], progress: Progress, insist: bool) -> None:
+        self.prepared.append((path, insist))
+        progress("Looking", None)
+        while self.prepare_gate is not None and not self.prepare_gate.wait(0.01):
+            progress("Fetching", 0.1)
+        if self.prepare_error is not None and not (insist and isinstance(self.prepare_error, TooLarge)):
+            raise self.prepare_error
 
     def _load(self, path: str, options: Mapping[str, Any], progress: Progress) -> Pair:
         self.threads.add(threading.get_ident())
@@ -360,6 +375,7 @@ def responses(answer: Answer, max_tokens: int, *, opened: bool = False) -> Gener
             stats.accepted += accepted
             if drafted:
                 stats.histogram[accepted] += 1
+                stats.blocks[drafted + 1] += 1
             timings.cycles += 1
         for index, character in enumerate(block):
             position += 1

@@ -13,8 +13,9 @@ import pytest
 from command import SCRIPTED
 from terminal import Terminal
 
+from dflash_mlx.app.chat_file import Unsent
 from dflash_mlx.app.conversation import Turn
-from dflash_mlx.app.store import ChatStore
+from dflash_mlx.app.store import Chat, ChatStore
 
 LONG = "many words " * 9000
 
@@ -52,10 +53,14 @@ def _in_a_long_answer(terminal: Terminal) -> None:
     time.sleep(1.2)  # the answer is saved about once a second
 
 
-def _saved(folder: Path) -> list[Turn]:
+def _opened(folder: Path) -> Chat:
     store = ChatStore(folder / "dflash-metal" / "chats")
     [summary] = store.list()
-    return store.open(summary.id).conversation.turns
+    return store.open(summary.id)
+
+
+def _saved(folder: Path) -> list[Turn]:
+    return _opened(folder).conversation.turns
 
 
 def _kept(folder: Path) -> None:
@@ -112,6 +117,31 @@ def test_a_closed_window_ends_the_process_with_the_conversation_saved(terminal: 
     terminal.hang_up()
     assert terminal.wait() == 128 + signal.SIGHUP
     _kept(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["ctrl+q", "SIGTERM", "hang-up", "SIGKILL", "SIGTERM while the window hangs"])
+def test_a_message_that_waits_is_saved_however_the_chat_ends(terminal: Lost, tmp_path: Path, how: str) -> None:
+    """Enter was pressed on it, and it is nowhere else. What is in the box is saved by all that can be noticed."""
+    _in_a_long_answer(terminal)
+    terminal.type("third")
+    terminal.press("enter")
+    terminal.until("1 waiting")
+    terminal.type("a fourth")
+    terminal.until("a fourth")
+    match how:
+        case "ctrl+q":
+            terminal.press("ctrl+q")
+        case "hang-up":
+            terminal.hang_up()
+        case "SIGTERM" | "SIGKILL":
+            terminal.signal(signal.Signals[how])
+        case _:
+            terminal.press("f5")
+            time.sleep(0.5)
+            terminal.signal(signal.SIGTERM)
+    terminal.wait()
+    _kept(tmp_path)
+    assert _opened(tmp_path).unsent == Unsent(("third",), "" if how == "SIGKILL" else "a fourth")
 
 
 def test_a_bug_in_the_window_gives_the_terminal_back_first_and_keeps_the_conversation(

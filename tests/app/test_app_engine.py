@@ -7,11 +7,14 @@ import inspect
 import threading
 import weakref
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from listening import Listener, engine_with_clock
 from scripted import LARGEST_BLOCK, PREFILL_STEP_SIZE, Answer, FakeTokenizer, Script
 
+from dflash_mlx.app.backend import Response
 from dflash_mlx.app.chat_engine import ChatEngine
 from dflash_mlx.app.failures import out_of_memory
 from dflash_mlx.app.jobs import Ask, LoadModel
@@ -29,6 +32,7 @@ from dflash_mlx.app.messages import (
     TurnDone,
 )
 from dflash_mlx.app.settings import Settings
+from dflash_mlx.app.tally import Tally
 from dflash_mlx.errors import CheckpointError
 
 
@@ -445,6 +449,20 @@ def test_a_last_cycle_that_the_limit_left_no_room_for_is_no_rest() -> None:
     assert (done.numbers.plain_steps, done.numbers.resting) == (1, False)
 
 
+def test_the_block_that_is_shown_is_that_of_the_newest_cycle_that_drafted() -> None:
+    """In mode auto it changes; a rest does not hide it."""
+    tally = Tally("auto", 0.0, lambda: 1.0, lambda: None)
+    shown = []
+    for cycle, drafted in enumerate((5, 2, 0), start=1):
+        response = SimpleNamespace(
+            cycle=cycle, accepted=0, drafted=drafted, timings=None, stats=None, finish_reason=None, mode="dflash",
+            block_size=6, recomputed_tokens=0, generation_tokens=cycle, peak_memory=1.0, notes=(),
+        )  # fmt: skip
+        tally.add(cast(Response, response))
+        shown.append((tally.numbers().newest_block, tally.numbers().resting))
+    assert shown == [(6, False), (3, False), (3, True)]
+
+
 def test_the_time_until_ready_counts_from_the_launch() -> None:
     """Imports take longer than the weights; a card that leaves them out is not believed."""
     events: list[Event] = []
@@ -472,7 +490,7 @@ def test_every_option_of_a_load_is_one_of_the_real_library() -> None:
     script = Script()
     engine_with_clock(script, 0.0)
     [(_, options)] = script.loads
-    assert {field.name for field in fields(LoadModel)} - options.keys() == {"model", "launched_at", "number"}
+    assert {field.name for field in fields(LoadModel)} - options.keys() == {"model", "launched_at", "number", "insist"}
     known = inspect.signature(load).parameters
     assert options.keys() <= known.keys()
     assert all(known[name].default == getattr(LoadModel(), name) for name in options.keys() - {"draft"})

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.app.chat_file import INTERRUPTED
+from dflash_mlx.app import chat_file
+from dflash_mlx.app.chat_file import INTERRUPTED, Unsent
 from dflash_mlx.app.messages import Numbers, Part
 from dflash_mlx.app.store import Chat, ChatStore, StoreError
 
@@ -48,6 +49,7 @@ EVENTS = st.one_of(
     st.tuples(st.sampled_from(["undo", "regenerate", "reopen"]), st.none()),
     st.tuples(st.just("rename"), TEXT),
     st.tuples(st.just("system"), TEXT),
+    st.tuples(st.just("unsent"), st.builds(Unsent, st.lists(TEXT, max_size=2).map(tuple), TEXT)),
 )
 
 
@@ -112,22 +114,24 @@ class Talk:
             chat.retitled(value)
         elif what == "system":
             chat.system(value)
+        elif what == "unsent":
+            chat.left_unsent(value)
         elif what == "reopen" and chat.path.exists():
             chat.close()
             self.chat = self.store.open(chat.id)
             self.number = 0  # a new process counts from the start
 
 
-def seen(chat: Chat) -> tuple[str, str, tuple[object, ...]]:
+def seen(chat: Chat) -> tuple[str, str, tuple[object, ...], Unsent]:
     """Everything that a reopened chat has to have, as it is read: an answer that did not end was interrupted."""
     turns = []
     for turn in chat.conversation.turns:
         end = ("cancelled", INTERRUPTED, None) if turn.state == "open" else (turn.state, turn.closing, turn.numbers)
         turns.append((turn.user, tuple(turn.parts), *end))
-    return chat.title, chat.settings_system, tuple(turns)
+    return chat.title, chat.settings_system, tuple(turns), chat.unsent
 
 
-def read(path: Path) -> tuple[str, str, tuple[object, ...]]:
+def read(path: Path) -> tuple[str, str, tuple[object, ...], Unsent]:
     chat = make_store(path.parent).open(path.stem)
     assert not chat.read_only, chat.read_only
     chat.close()
@@ -189,6 +193,8 @@ def test_every_single_byte_is_a_place_where_a_file_may_be_cut(tmp_path: Path) ->
         ("regenerate", None),
         ("append", [Part("answer", "target", "not ")]),
         ("rename", "How"),
+        ("unsent", Unsent(("and then?", "why?"), "Wha")),
+        ("unsent", Unsent(("why?",))),
     ]:
         talk.do(*event)
     talk.chat.forget()
@@ -401,6 +407,52 @@ def test_a_chat_without_a_question_leaves_nothing_behind(tmp_path: Path) -> None
     assert talk.store.list() == [] and not (tmp_path / "chats").exists()
 
 
+def test_a_question_that_only_waited_makes_the_file_when_the_chat_is_left(tmp_path: Path) -> None:
+    """It was sent, as far as the user knows; a scribble in the box of a chat that never began was not."""
+    store = make_store(tmp_path)
+    scribbled = store.create("demo")
+    scribbled.left_unsent(Unsent((), "/qui"))
+    dropped = store.create("demo")
+    dropped.left_unsent(Unsent(("never mind",)))
+    dropped.left_unsent(Unsent())
+    asked = store.create("demo")
+    asked.left_unsent(Unsent(("Who\nare you?",), "and"))
+    for chat in (scribbled, dropped, asked):
+        assert not chat.path.exists()
+        chat.close()
+    [summary] = store.list()
+    assert (summary.id, summary.title, summary.turns) == (asked.id, "Who", 0)
+    assert store.open(asked.id).unsent == Unsent(("Who\nare you?",), "and")
+
+
+def test_what_was_not_sent_is_on_the_disk_at_once_and_not_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message in the queue is nowhere else."""
+    talk, synced = Talk(tmp_path), list[int]()
+    talk.do("ask", "how?")
+    monkeypatch.setattr(os, "fsync", synced.append)
+    talk.do("unsent", Unsent(("why?",)))
+    size = talk.size
+    talk.do("unsent", Unsent(("why?",)))
+    assert len(synced) == 1 and talk.size == size
+    talk.chat.forget()
+    assert read(talk.chat.path)[3] == Unsent(("why?",))
+
+
+def test_a_reader_that_knows_no_unsent_messages_reads_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat of today has to open in the version of last month, which skips and counts what it does not know."""
+    talk = Talk(tmp_path)
+    for event in [("ask", "how?"), ("unsent", Unsent(("why?",), "W")), ("finish", ("stop", "", None))]:
+        talk.do(*event)
+    talk.chat.close()
+    apply = chat_file._apply
+    monkeypatch.setattr(chat_file, "_apply", lambda saved, record: record["op"] != "unsent" and apply(saved, record))
+    chat = talk.store.open(talk.chat.id)
+    assert [(turn.user, turn.state) for turn in chat.conversation.turns] == [("how?", "stop")]
+    assert chat.note.startswith("1 damaged line was left out")
+
+
 def test_the_list_has_the_newest_chat_first_and_follows_changes(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     chats = []
@@ -502,6 +554,9 @@ def test_a_foreign_file_is_left_out_with_a_note_and_left_as_it_is(
         '{"op":"end","turn":1,"at":"2026-03-01T09:00:00+00:00","parts":[],"state":"bored"}',
         '{"op":"end","turn":1,"at":"2026-03-01T09:00:00+00:00","parts":[],"state":"stop","numbers":7}',
         '{"op":"title","text":null}',
+        '{"op":"unsent","waiting":"one","box":""}',
+        '{"op":"unsent","waiting":[7],"box":""}',
+        '{"op":"unsent","waiting":["one"]}',
     ],
 )
 def test_a_line_that_makes_no_sense_is_left_out_and_counted(tmp_path: Path, line: str) -> None:

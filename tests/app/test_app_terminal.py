@@ -135,6 +135,23 @@ def test_a_model_that_cannot_be_loaded_is_a_message_and_a_clean_end(tmp_path: Pa
         assert "config.json" in terminal.text and "Traceback" not in terminal.text
 
 
+def test_a_typo_in_load_leaves_the_model_that_answers(tmp_path: Path) -> None:
+    """The demo pair stays, with its cache; nothing has to be loaded again."""
+    with chat(tmp_path, "--demo", "--max-tokens", "8") as terminal:
+        terminal.until("ready", 90)
+        terminal.type("/load nobody/No-Such-Model")
+        terminal.press("enter")
+        shown = terminal.until("demo pair is still loaded", 60)
+        assert "There is no folder nobody/No-Such-Model here" in shown
+        terminal.type(CODE)
+        terminal.press("enter")
+        terminal.until("/max raises it", 120)
+        terminal.press("ctrl+q")
+        assert terminal.end() == 0 and terminal.left_behind() == []
+        assert "No-Such-Model" not in terminal.text, "it is no reason to say at the end"
+    assert len(turns_in(tmp_path)) == 1
+
+
 def test_a_race_ends_in_a_verdict(tmp_path: Path) -> None:
     with chat(tmp_path, "--demo", "--max-tokens", "24") as terminal:
         terminal.until("ready", 90)
