@@ -10,6 +10,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflash_mlx.drawing import FAINT, INK, colour_of, save, styled
+
 from .form import BenchError
 from .profile import PHASES, Profile
 from .record import Measured, Record
@@ -19,23 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT = "#222222", "#8a8a8a"
 _PHASES = dict(zip(PHASES, ("#3b528b", "#21918c", "#5ec962", "#c8c8c8"), strict=True))
 _BINS = 12
-_STYLE: Any = {
-    "svg.hashsalt": "bench",  # otherwise its ids are drawn at random
-    "svg.fonttype": "none",  # text stays text: smaller, and it can be searched
-    "text.parse_math": False,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
-    "axes.grid": True,
-    "grid.color": "#ececec",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.axisbelow": True,
-}
 Draw = Callable[["Axes"], None]
 
 
@@ -55,23 +42,19 @@ def pngs(record: Record, profile: Profile | None = None) -> dict[str, bytes]:
 
 def _drawn(record: Record, profile: Profile | None, form: str) -> dict[str, Any]:
     try:
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BenchError(
             f"Charts are drawn with matplotlib, which cannot be imported ({error}). The tables need none: leave --html "
             "and --png out, or `pip install 'dflash-metal[report]'`."
         ) from error
-    metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     made: dict[str, Any] = {}
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style is no part of the record
-        matplotlib.rcParams.update(_STYLE)
+    with styled("bench"):
         for name, (height, draw) in charts(record, profile).items():
             figure: Figure = Figure(figsize=(7.5, height), layout="constrained")
             draw(figure.subplots())
             file = io.BytesIO()
-            figure.savefig(file, format=form, dpi=150, metadata=metadata)
+            save(figure, file, form)
             made[name] = file.getvalue().decode() if form == "svg" else file.getvalue()
     return made
 
@@ -143,14 +126,14 @@ def _bursts(measured: Measured) -> list[tuple[int, int, float]]:
 
 def _speedups(axes: Axes, rows: Sequence[tuple[str, float, float | None, float | None]], baseline: str) -> None:
     for place, (_, ratio, low, high) in enumerate(rows):
-        colour = _FAINT if ratio < 1 else _colour(1, 3)
+        colour = FAINT if ratio < 1 else _colour(1, 3)
         axes.barh(place, ratio, color=colour, height=0.62)
         if low is not None and high is not None:
-            axes.plot([low, high], [place, place], color=_INK, linewidth=1.2)
+            axes.plot([low, high], [place, place], color=INK, linewidth=1.2)
         axes.annotate(
             f"{ratio:.2f}x", (max(ratio, high or 0), place), xytext=(4, 0), textcoords="offset points", va="center"
         )
-    axes.axvline(1, color=_INK, linewidth=0.8)
+    axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -203,7 +186,4 @@ def _phases(axes: Axes, profile: Profile) -> None:
 
 
 def _colour(index: int, count: int) -> tuple[float, ...]:
-    """Of a map whose steps can be told apart by the colour-blind too; without its yellow end."""
-    import matplotlib
-
-    return matplotlib.colormaps["viridis"](0.8 * index / max(1, count - 1))
+    return colour_of(index, count, 0.8)

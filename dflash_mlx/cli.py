@@ -177,9 +177,9 @@ def guarded(run: Any) -> int:
     except (DFlashError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return getattr(interrupt, "status", INTERRUPTED)  # of another signal, where one was watched for
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; stay quiet at exit too
         return 0

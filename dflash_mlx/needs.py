@@ -10,16 +10,19 @@ from typing import Any
 
 from dflash_mlx import demo
 from dflash_mlx.config import DraftConfig
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.fit import DraftNeed, activation_size
 from dflash_mlx.hub.cache import TARGET
 from dflash_mlx.hub.repository import Source, read_object
 from dflash_mlx.machine import Machine
 from dflash_mlx.pairing.registry import DEMO
-from dflash_mlx.stored_weights import Stored, read_stored
+from dflash_mlx.stored_weights import Stored, is_held, read_stored
 
 DEMO_PARAMETERS = 134_515_008  # of SmolLM2-135M
 _LISTED = "draft_vocabulary.json"
 _GROUP_SIZE = 64
+_INDEX = "model.safetensors.index.json"
+_MORE = ("vision_", "audio_", "mtp_")  # how keys begin of a config that has more than a text model
 
 
 def demo_sizes() -> dict[str, Any]:
@@ -41,7 +44,8 @@ def demo_sizes() -> dict[str, Any]:
 def target_weights(target: Source, config: Mapping[str, Any], machine: Machine) -> tuple[int | None, int]:
     """Bytes of a target's weights in memory, None if they are not known, and bytes of an activation.
 
-    Of a repository that is still to be fetched its files' sizes count.
+    Of a repository that is still to be fetched its files' sizes count, and where its config speaks of more than text,
+    heads of files say what of them is left out.
     """
     if target.name == DEMO:
         size = 2 if machine.metal else 4  # `demo.best_dtype`; its packed weights are unpacked
@@ -49,9 +53,9 @@ def target_weights(target: Source, config: Mapping[str, Any], machine: Machine) 
     size = activation_size(config)
     if target.folder is not None:
         stored = read_stored(target.folder, config, TARGET.weights)
-        return stored.bytes, max(stored.size, size)
+        return stored.held, max(stored.size, size)
     listed = _listed_bytes(target)
-    return listed, size
+    return None if listed is None else listed - _beside(target, config), size
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,25 @@ def _listed_bytes(source: Source) -> int | None:
         return None
     sizes = source.listing.sizes
     return sum(sizes[name] for name in source.weights()) or None
+
+
+def _beside(target: Source, config: Mapping[str, Any]) -> int:
+    """Bytes of what a target in a repository is loaded without; 0 where that cannot be read, so too much is counted."""
+    nested = config.get("text_config")
+    keys = {*config, *(nested if isinstance(nested, Mapping) else ())}
+    if not any(key.startswith(_MORE) for key in keys):
+        return 0
+    try:
+        files = target.weights()
+        if _INDEX in target.files():  # then only files that have some of it
+            places = target.config(_INDEX).get("weight_map")
+            named = places if isinstance(places, Mapping) else {}
+            files = sorted({file for name, file in named.items() if not is_held(name, config)} & set(files))
+        tensors = {name: tensor for file in files for name, tensor in target.head(file).items()}
+    except DFlashError:
+        return 0
+    offsets = [tensor.data_offsets for name, tensor in tensors.items() if not is_held(name, config)]
+    return sum(end - begin for begin, end in offsets)
 
 
 def _listed(folder: Path) -> int:

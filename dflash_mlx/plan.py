@@ -1,7 +1,7 @@
 """`dflash-metal plan`: is there a draft, is the target run here, does the pair fit, and can it pay; before a download.
 
-Nothing but configs, model cards and lists of files is fetched. What is not known is None. Everything about memory and
-speed is calculated, not measured.
+Nothing but configs, model cards, lists and heads of files is fetched. What is not known is None. Everything about
+memory and speed is calculated, not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def plan(asked: Asked) -> dict[str, Any]:
     """Everything, as plain values.
 
     Raises:
-        ValueError: an argument is no name, a revision of what has none, or a block that the draft cannot run.
+        ValueError: an argument is no name, a revision of what has none, a block that the draft cannot run, or a group
+            of keys that does not divide the target's heads.
     """
     pair = examine(asked.target, asked.revision, asked.draft, asked.draft_revision)
     found = described(pair)

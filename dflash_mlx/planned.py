@@ -13,6 +13,7 @@ from dflash_mlx.fit import CONTEXT, DraftNeed, Fit, Parts, Settings, parts_of
 from dflash_mlx.layer_sizes import STEP, TextSizes, sizes_of
 from dflash_mlx.machine import Machine
 from dflash_mlx.needs import StoredDraft, demo_sizes, stored_draft, target_weights
+from dflash_mlx.options import KV_GROUP_SIZES
 from dflash_mlx.pairing import registry
 from dflash_mlx.pairing.inspection import Pair
 
@@ -81,7 +82,11 @@ class Sized:
 
 
 def sized(asked: Asked, pair: Pair) -> Sized | None:
-    """In numbers, where config and files say enough. Raises ValueError for a block that the draft cannot run."""
+    """In numbers, where config and files say enough.
+
+    Raises:
+        ValueError: a block that the draft cannot run, or keys and values in groups that the target's heads do not have.
+    """
     config = pair.config
     if pair.target.name == registry.DEMO:  # whose packed weights are unpacked when it is loaded
         config = demo_sizes()
@@ -96,9 +101,25 @@ def sized(asked: Asked, pair: Pair) -> Sized | None:
     if pair.draft is not None:
         with contextlib.suppress(DFlashError):
             draft = stored_draft(pair.draft)
+    if pair.refused is None:
+        _check_groups(asked, sizes)
     unread = draft is None and pair.resolution.draft is not None
     settings = Settings(asked.context, size, asked.kv_bits, asked.kv_group_size, block=_block(asked, draft))
     return Sized(asked, sizes, config, weights, draft, unread, settings)
+
+
+def _check_groups(asked: Asked, sizes: TextSizes) -> None:
+    """As `quantized_kv.check` does: of layers that keep all positions, whose keys and values are what is quantised."""
+    widths = sorted({layer.width for layer in sizes.layers if layer.row and layer.window is None})
+    if asked.kv_bits is None or all(width % asked.kv_group_size == 0 for width in widths):
+        return
+    fitting = [str(group) for group in KV_GROUP_SIZES if all(width % group == 0 for width in widths)]
+    none = f"No group of {', '.join(map(str, KV_GROUP_SIZES))} does: leave `kv_bits` out."
+    cure = f"Choose {' or '.join(fitting)}, or leave `kv_bits` out." if fitting else none
+    raise ValueError(
+        f"`kv_group_size` has to divide the width of the target's heads, {' and '.join(map(str, widths))}, got "
+        f"{asked.kv_group_size}: generation would refuse to quantise keys and values so. {cure}"
+    )
 
 
 def _block(asked: Asked, draft: StoredDraft | None) -> int | None:

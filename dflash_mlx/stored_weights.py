@@ -13,15 +13,36 @@ from dflash_mlx.errors import CheckpointError
 
 _LARGEST_HEAD = 100_000_000  # the format's own limit
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BESIDE = frozenset({
+    "vision_tower", "vision_model", "vision_embedder", "vision_adapter", "vision_projection", "visual", "embed_vision",
+    "multi_modal_projector", "mm_projector", "audio_tower", "embed_audio", "mtp",
+})  # fmt: skip
+_SEEING = frozenset({"muse_spark"})  # `model_type` of what mlx_lm loads with its tower
 
 
 @dataclass(frozen=True)
 class Stored:
-    """bytes: as they are stored. parameters: how many there are, unpacked. size: bytes of a floating one."""
+    """bytes: as they are stored. parameters: how many there are, unpacked. size: bytes of a floating one. beside: bytes
+    of what a target is loaded without."""
 
     bytes: int
     parameters: int
     size: int
+    beside: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of a target in memory."""
+        return self.bytes - self.beside
+
+
+def is_held(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether mlx_lm keeps a target's tensor of this name: in its `sanitize` a text model drops towers for pictures and
+    sound, their projectors, and heads for more than one token.
+
+    `tests/test_plan.py` holds it to what is loaded.
+    """
+    return config.get("model_type") in _SEEING or _BESIDE.isdisjoint(name.split("."))
 
 
 def read_stored(folder: Path, config: Mapping[str, Any], pattern: str = "*.safetensors") -> Stored:
@@ -37,10 +58,12 @@ def read_stored(folder: Path, config: Mapping[str, Any], pattern: str = "*.safet
         tensors |= _head(path)
     if not tensors:
         raise CheckpointError(f"{folder} has no {pattern}, so there are no weights to count. Download them too.")
-    stored = sum(end - begin for begin, end in (each["data_offsets"] for each in tensors.values()))
+    sizes = {name: each["data_offsets"][1] - each["data_offsets"][0] for name, each in tensors.items()}
+    beside = sum(size for name, size in sizes.items() if not is_held(name, config))
     floats = [each["dtype"] for each in tensors.values() if each["dtype"] in _SIZES]
     size = max((_SIZES[kind] for kind in set(floats) if 2 * floats.count(kind) > len(floats)), default=2)
-    return Stored(stored, sum(_parameters(name, tensors, config) for name in tensors), size)
+    parameters = sum(_parameters(name, tensors, config) for name in tensors)
+    return Stored(sum(sizes.values()), parameters, size, beside)
 
 
 def _parameters(name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> int:

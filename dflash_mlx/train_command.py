@@ -82,7 +82,8 @@ def _one_or_more(text: str) -> int:
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 for an explained error; 2 for wrong usage; 130 when interrupted."""
+    """Returns the exit status: 0; 1 for an explained error; 2 for wrong usage; 128 + the number of the signal that
+    stopped it, 130 for Ctrl-C."""
     parser = train_parser()
     args = parser.parse_args(argv)
     missing = [name for name in ("target", "data") if getattr(args, name) is None]

@@ -16,6 +16,7 @@ from typing import Any
 
 import huggingface_hub as hub
 from huggingface_hub import errors
+from huggingface_hub.utils import TensorInfo
 
 from dflash_mlx.errors import CheckpointError, FetchError
 from dflash_mlx.hub.cache import TARGET, Kind, cached_file, cached_snapshot
@@ -93,19 +94,24 @@ class Source:
         Raises:
             FetchError: they cannot be had.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        heads = [self.head(name) for name in self.weights()]
+        return {key: tuple(tensor.shape) for head in heads for key, tensor in head.items()}
+
+    def head(self, name: str) -> dict[str, TensorInfo]:
+        """The tensors of a file of a repository, of which only the head is fetched.
+
+        Raises:
+            FetchError: it cannot be had.
+        """
         commit = self.listing.commit if self.listing else self.revision
-        for name in self.weights():
-            try:
-                with explained(self.name, self.revision):
-                    head = hub.parse_safetensors_file_metadata(self.name, name, revision=commit)
-            except errors.SafetensorsParsingError as error:
-                raise FetchError(
-                    f"{name} of {self.name} is not a safetensors file ({error}), so it cannot be read. Choose another "
-                    "repository."
-                ) from error
-            found |= {key: tuple(tensor.shape) for key, tensor in head.tensors.items()}
-        return found
+        try:
+            with explained(self.name, self.revision):
+                return hub.parse_safetensors_file_metadata(self.name, name, revision=commit).tensors
+        except errors.SafetensorsParsingError as error:
+            raise FetchError(
+                f"{name} of {self.name} is not a safetensors file ({error}), so it cannot be read. Choose another "
+                "repository."
+            ) from error
 
     def card(self, ask: bool = True) -> Card:
         """Where the model comes from, as its README.md says; nothing if it says nothing, or is not here without `ask`.

@@ -11,13 +11,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from dflash_mlx.drawing import FORMS, save, styled
 from dflash_mlx.files import whole_file
 from dflash_mlx.training.figure import NAME, STYLE, figure
 from dflash_mlx.training.log import LOG, History, Log, LogError, Record
-
-_WITHOUT_DATE: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
 def write(
@@ -34,7 +32,7 @@ def write(
         OSError: they cannot be written.
     """
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError as error:
         tell(
             f"No {NAME}.svg and {NAME}.png: they are drawn with matplotlib, which cannot be imported ({error}). "
@@ -43,14 +41,12 @@ def write(
         )
         return []
     written = []
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style is no part of the log
-        matplotlib.rcParams.update(STYLE)
+    with styled(NAME, STYLE):
         drawn = figure(History(records))
-        for form, metadata in _WITHOUT_DATE.items():
+        for form in FORMS:
             path = folder / f"{NAME}.{form}"
             with whole_file(path) as aside:
-                drawn.savefig(aside, format=form, dpi=150, metadata=metadata)
+                save(drawn, aside, form)
                 aside.chmod(0o644)
             written.append(path)
     return written

@@ -33,7 +33,7 @@ from dflash_mlx.training.asked import DECIDING, FILE, asked_of
 from dflash_mlx.training.dataset import Dataset
 from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, held_out, positions_in
 from dflash_mlx.training.initialise import FeatureScales
-from dflash_mlx.training.interrupts import Interrupts, Stopped
+from dflash_mlx.training.interrupts import Interrupted, Interrupts, Stopped
 from dflash_mlx.training.judging import Judge
 from dflash_mlx.training.log import Log, plain
 from dflash_mlx.training.memory import estimate, memory_here
@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
         return not args.dry_run and (folder.started or (args.out / FILE).exists())
 
     try:
-        with Interrupts() as interrupts, interrupts.at_once():  # SIGTERM too leaves no half-written file
+        with Interrupts() as interrupts, interrupts.at_once():  # no signal leaves a half-written file
             return _Command(args, folder).run()
     except KeyboardInterrupt as stopped:
         said = str(stopped) if isinstance(stopped, Stopped) else "Interrupted."
         _say(f"{said}\n{resume}" if begun() else said)
-        return INTERRUPTED
+        return stopped.status if isinstance(stopped, Interrupted) else INTERRUPTED
     except BrokenPipeError:
         if not begun() or Log(folder.log).finished:
             raise
@@ -100,7 +100,7 @@ class _Command:
         if asked.is_dataset or self._run.started:
             dataset = Dataset.open(Path(asked.data) if asked.is_dataset else self._generated)
         else:
-            prompts = supply.prompts_of(asked)
+            prompts = supply.prompts_of(asked, _say)
         self._note_unused()
         loaded = self._load(dataset)
         _say(outlook.of_target(asked, loaded))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflash_mlx.drawing import FAINT, INK, colour_of
 from dflash_mlx.training.log import History, Record
 
 if TYPE_CHECKING:
@@ -15,23 +16,7 @@ NAME = "report"
 _SMOOTH = 25  # records before and after one whose mean a smoothed line shows
 _GAP = 0.052  # of the height of a chart, between two names
 _POINTS = 1000  # of a line at most: more cannot be seen, and make the SVG large
-_INK, _FAINT = "#222222", "#8a8a8a"
-STYLE: Any = {
-    "svg.hashsalt": NAME,  # otherwise its ids are drawn at random
-    "svg.fonttype": "none",  # text stays text: smaller, and it can be searched
-    "text.parse_math": False,  # a dollar sign in a name is one
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
-    "axes.grid": True,
-    "grid.color": "#ececec",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.axisbelow": True,
-    "figure.constrained_layout.w_pad": 0.1,  # inches
-    "figure.constrained_layout.h_pad": 0.12,
-}
+STYLE = {"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.12}  # inches; beside `drawing`
 
 
 def figure(history: History) -> Figure:
@@ -44,7 +29,7 @@ def figure(history: History) -> Figure:
     _draw_accuracy(accuracy, history)
     _draw_acceptance(acceptance, history)
     steps, rates = _series(history.steps, "lr")
-    rate.plot(*_thin(steps, rates), color=_INK)
+    rate.plot(*_thin(steps, rates), color=INK)
     _label(rate, "learning rate", "learning rate")
     rate.yaxis.set_major_formatter("{x:g}")
     best = history.best
@@ -53,7 +38,7 @@ def figure(history: History) -> Figure:
         axes.set_xlim(0, end * 1.02)  # the last points are not cut in half
         axes.set_ylim(bottom=None if axes is acceptance else 0)
         if best:
-            axes.axvline(best["step"], color=_FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.axvline(best["step"], color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
     drawn.suptitle(_headline(history), x=0.01, ha="left", fontsize=12)
     return drawn
 
@@ -71,8 +56,8 @@ def _headline(history: History) -> str:
 
 def _draw_loss(axes: Axes, history: History) -> None:
     steps, losses = _series(history.steps, "loss")
-    axes.plot(*_thin(steps, losses), color=_FAINT, linewidth=0.6, alpha=0.6, label="each step")
-    axes.plot(*_thin(steps, _smooth(losses)), color=_INK, label="smoothed")
+    axes.plot(*_thin(steps, losses), color=FAINT, linewidth=0.6, alpha=0.6, label="each step")
+    axes.plot(*_thin(steps, _smooth(losses)), color=INK, label="smoothed")
     _label(axes, "loss", "loss")
     if steps:
         axes.legend(frameon=False, loc="upper right")
@@ -83,7 +68,7 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     size = (history.block_size or 1) - 1
     ends: list[tuple[float, str, Any]] = []
     for position in range(size):
-        colour = _colour(position, size)
+        colour = colour_of(position, size)
         pick = lambda record, at=position: (record.get("accuracy") or [None] * (at + 1))[at]  # noqa: E731
         steps, shares = _series(history.steps, pick)
         axes.plot(*_thin(steps, _smooth(shares)), color=colour, linewidth=0.8, alpha=0.45)
@@ -108,15 +93,15 @@ def _draw_acceptance(axes: Axes, history: History) -> None:
     for index, name in enumerate(names):
         pick = lambda record, of=name: ((record.get("categories") or {}).get(of) or {}).get("tokens_per_cycle")  # noqa: E731
         steps, rates = _series(history.evaluations, pick)
-        axes.plot(steps, rates, color=_colour(index, len(names)), marker="o", markersize=2.5, linewidth=1)
-        ends.append((rates[-1], name, _colour(index, len(names))))
+        axes.plot(steps, rates, color=colour_of(index, len(names)), marker="o", markersize=2.5, linewidth=1)
+        ends.append((rates[-1], name, colour_of(index, len(names))))
     steps, rates = _series(history.evaluations, "tokens_per_cycle")
     if rates:
-        axes.plot(steps, rates, color=_INK, marker="o", markersize=3.5, linewidth=2)
-        ends.append((rates[-1], "all", _INK))
+        axes.plot(steps, rates, color=INK, marker="o", markersize=3.5, linewidth=2)
+        ends.append((rates[-1], "all", INK))
     best = history.best
     if best and best.get("tokens_per_cycle") is not None:
-        axes.plot([best["step"]], [best["tokens_per_cycle"]], color=_INK, marker="*", markersize=13, linestyle="")
+        axes.plot([best["step"]], [best["tokens_per_cycle"]], color=INK, marker="*", markersize=13, linestyle="")
     most = f" (block size {history.block_size})" if history.block_size else ""
     _label(axes, "acceptance on held-out prompts (star: best evaluation)", f"tokens per cycle{most}")
     _name_ends(axes, ends)
@@ -143,13 +128,6 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, Any]]) -> None:
     for place, (_, name, colour) in zip(places, wanted, strict=True):
         at: Any = dict(xy=(1, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points")
         axes.annotate(name, **at, color=colour, va="center", annotation_clip=False)
-
-
-def _colour(index: int, count: int) -> tuple[float, ...]:
-    """Of a map whose steps can be told apart by the colour-blind too; without its yellow end."""
-    import matplotlib
-
-    return matplotlib.colormaps["viridis"](0.85 * index / max(1, count - 1))
 
 
 def _series(records: Sequence[Record], of: str | Callable[[Record], float | None]) -> tuple[list[int], list[float]]:

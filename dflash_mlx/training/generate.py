@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))
 
     def run() -> int:
-        with Interrupts() as interrupts, interrupts.at_once():  # SIGTERM too leaves no half-written file
+        with Interrupts() as interrupts, interrupts.at_once():  # no signal leaves a half-written file
             return _run(args, settings)
 
     return guarded(run)
@@ -275,7 +275,7 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
     say: Tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     model, tokenizer = load(args.target, dtype=args.dtype, revision=args.revision)
     blas.bind(args.threads)
-    prompts = read_prompts(args.prompts, args.count, settings.seed)
+    prompts = read_prompts(args.prompts, args.count, settings.seed, say)
     say(f"{len(prompts)} prompts, {sum(prompt.held_out for prompt in prompts)} of them held out")
     target = identity(args.target, args.revision, model)
     begun = Dataset.open(args.out) if (args.out / "manifest.json").exists() else None

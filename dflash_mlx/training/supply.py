@@ -88,9 +88,9 @@ class Gaps:
         return f"computed first, since the data set lacks them: {' and '.join(parts)}" if parts else None
 
 
-def prompts_of(asked: Asked) -> list[Prompt]:
+def prompts_of(asked: Asked, tell: Tell) -> list[Prompt]:
     """What the target is asked. Raises PromptsError, FetchError: it cannot be read."""
-    return read_prompts(asked.data, asked.answers, asked.recipe.seed)
+    return read_prompts(asked.data, asked.answers, asked.recipe.seed, tell)
 
 
 def check(asked: Asked, loaded: Loaded, dataset: Dataset) -> None:

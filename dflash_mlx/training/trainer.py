@@ -50,6 +50,7 @@ class Trainer:
         self._every = max(1, prepared.plan.steps // LINES)
         self._state = State(scales=prepared.scales.to_json())
         self._saved = 0  # the step of the last checkpoint; of step 0 none is needed
+        self._unseen: OSError | None = None  # why nothing can be shown any more
         self._clock = time.perf_counter()
 
     def resume(self, found: Checkpoint | None) -> None:
@@ -72,7 +73,7 @@ class Trainer:
         Raises:
             Stopped: it was interrupted, and can be continued.
             Diverged: it cannot.
-            TrainingError, OSError: something could not be written.
+            TrainingError, OSError: something could not be written, or shown.
         """
         steps = self._prepared.plan.steps
         self._tell({"kind": "start", "step": self._state.step, "steps": steps, **self._prepared.facts()}, log=True)
@@ -86,8 +87,13 @@ class Trainer:
                 self._save()
             self._advance()
             if interrupts.asked:
-                self._stop()
+                self._stop(interrupts)
+            if self._unseen:
+                self._save()
+                raise self._unseen
         self._finish(interrupts)
+        if self._unseen:
+            raise self._unseen
 
     def _due(self) -> bool:
         """Whether to evaluate before the next step."""
@@ -141,7 +147,7 @@ class Trainer:
             with interrupts.at_once():
                 found = self._hooks.evaluate(self._snapshot())
         except KeyboardInterrupt:
-            self._stop()
+            self._stop(interrupts)
         recipe, kept = self._prepared.recipe, self._state.best
         measure = [recipe.evaluate_prompts, recipe.evaluate_tokens]  # of others, scores cannot be compared
         same = kept if kept is not None and kept.get("measure", measure) == measure else None
@@ -168,13 +174,14 @@ class Trainer:
         self._saved = self._state.step
         self._tell({"kind": "checkpoint", "step": self._saved}, log=False)
 
-    def _stop(self) -> None:
+    def _stop(self, interrupts: Interrupts) -> None:
         """Raises Stopped."""
         self._save()
         self._tell({"kind": "end", "step": self._state.step, "why": "interrupted"}, log=True)
         raise Stopped(
             f"Stopped after step {self._state.step} of {self._prepared.plan.steps}, and nothing is lost. Go on with "
-            f"`--resume`, as if it had not been stopped."
+            f"`--resume`, as if it had not been stopped.",
+            interrupts.number,
         )
 
     def _finish(self, interrupts: Interrupts) -> None:
@@ -191,7 +198,7 @@ class Trainer:
                 self._hooks.export(self._snapshot(best["record"] if best else None), self._folder.draft)
         except KeyboardInterrupt:
             self._prepared.restore(last)
-            self._stop()
+            self._stop(interrupts)
         self._prepared.restore(last)
         self._tell({"kind": "end", "step": self._state.step, "why": "finished"}, log=True)
 
@@ -205,7 +212,12 @@ class Trainer:
                     f"training went. What it learned until step {self._saved} is kept. Free some space, or make "
                     "the folder writable, and go on with `--resume`."
                 ) from error
-        self._hooks.progress(record)
+        if self._unseen:
+            return
+        try:
+            self._hooks.progress(record)
+        except OSError as error:  # a closed pipe, or a terminal that is gone before SIGHUP says so: the step counts
+            self._unseen = error
 
 
 def train(

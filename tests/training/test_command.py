@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +20,7 @@ import pytest
 
 from dflash_mlx import generate, load, stream_generate
 from dflash_mlx.__main__ import main
-from dflash_mlx.cli import INTERRUPTED
+from dflash_mlx.training.checkpoint import Checkpoints
 from tests.conftest import draft_config
 from tests.training.following import circle, prompts_file, target_folder
 from tests.training.runs import assert_same_bits, lines
@@ -85,31 +89,91 @@ def test_a_run_leaves_what_it_was_made_of(learned: Path) -> None:
     assert (learned / "data" / "features-2" / "00000.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def whole(place: Path, learned: Path) -> Path:
+    """A short run that nothing stopped."""
+    assert train(place, learned / "data", place / "whole", *QUICK, "--set=evaluate_every=3") == 0
+    return place / "whole"
+
+
+def hears_a_hang_up() -> None:
+    """In a process that is to be started; under nohup the tests, and all that they start, would ignore it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def saved_steps(run: Path) -> int:
+    found = Checkpoints(run / "checkpoint").load()
+    return found.state.step if found else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
 def test_stopped_and_resumed_it_ends_with_the_bits_of_one_that_was_not(
-    place: Path, learned: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    place: Path, learned: Path, whole: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """By Ctrl-C of a real process; the printed line, and nothing else, goes on with it."""
-    quick = [*QUICK, "--set=evaluate_every=3"]
-    assert train(place, learned / "data", tmp_path / "whole", *quick) == 0
-    capfd.readouterr()
+    """By Ctrl-C, `kill`, or a hang-up of a real process, long before its first checkpoint is due: the step is kept, and
+    said, and the printed line, and nothing else, goes on with it."""
     words = ["train", "--target", str(place / "target"), "--data", str(learned / "data"), "--json"]
-    words += ["--out", str(tmp_path / "the cut one"), *quick]
+    words += ["--out", str(tmp_path / "the cut one"), *QUICK, "--set=evaluate_every=3"]
     with subprocess.Popen(
-        [sys.executable, "-m", "dflash_mlx", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "dflash_mlx", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_a_hang_up,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             if json.loads(line)["kind"] == "step":
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
         process.stdout.read()
         said = process.stderr.read()
-        assert process.wait(60) == INTERRUPTED, said
+        assert process.wait(60) == 128 + number, said
     assert not (tmp_path / "the cut one" / "draft").exists()
+    stopped = re.search(r"Stopped after step (\d) of 4, and nothing is lost", said)
+    assert stopped is not None and saved_steps(tmp_path / "the cut one") == int(stopped[1]) >= 1, said
     resume = re.search(r"To go on: dflash-metal (.*)", said)
     assert resume is not None, said
     assert main(shlex.split(resume[1])) == 0
-    assert_same_bits(tmp_path / "whole", tmp_path / "the cut one")
+    assert_same_bits(whole, tmp_path / "the cut one")
+
+
+def in_a_terminal() -> None:
+    """In a process that is to be started: its standard input becomes the terminal that can hang it up."""
+    hears_a_hang_up()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_closed_terminal_keeps_the_steps_although_nothing_can_be_shown_any_more(
+    place: Path, learned: Path, tmp_path: Path
+) -> None:
+    """Every write to a terminal that is gone is an error, of the panel and of the last words too: each would end the
+    training with its steps lost."""
+    run = tmp_path / "run"
+    words = ["train", "--target", str(place / "target"), "--data", str(learned / "data"), "--out", str(run), *QUICK]
+    words[words.index("--steps") + 1] = "2000"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx", *words, "--set=checkpoint_every=2000"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=in_a_terminal,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    try:
+        os.close(theirs)
+        shown = b""
+        while not (run / "log.jsonl").exists() or not lines(run, "step"):
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 1 << 16)  # OSError, if it ended before
+        os.close(ours)
+        assert process.wait(60) == 128 + signal.SIGHUP, shown
+    finally:
+        process.kill()
+        process.wait()
+    assert 1 <= saved_steps(run) < 2000 and saved_steps(run) == lines(run, "end")[-1]["step"]
 
 
 def test_stopped_while_the_target_answers_it_goes_on_with_the_answers(
@@ -125,7 +189,7 @@ def test_stopped_while_the_target_answers_it_goes_on_with_the_answers(
 
     rest = [*QUICK, "--max-tokens", "12", "--batch", "24", "--answers", "40"]
     monkeypatch.setattr(supply, "generate", stop)
-    assert train(place, place / "prompts.jsonl", tmp_path / "run", *rest) == INTERRUPTED
+    assert train(place, place / "prompts.jsonl", tmp_path / "run", *rest) == 128 + signal.SIGTERM
     assert "--resume" in capsys.readouterr().err
     there = sorted((tmp_path / "run" / "data" / "shards").iterdir())
     assert len(there) == 1
@@ -257,6 +321,18 @@ def test_options_that_answers_which_are_there_ignore_are_named(
     given = ["--answers", "20", "--max-tokens", "9", "--dry-run"]
     assert train(place, learned / "data", tmp_path / "run", *QUICK, *given) == 0
     assert "--answers, --max-tokens changes nothing" in capsys.readouterr().err
+
+
+def test_rows_that_are_no_prompts_are_counted_before_anything_is_begun(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of which half is in another spelling would train half a draft without a word."""
+    rows = [*({"prompt": f"word {number}"} for number in range(40)), {"ask": "x"}, {"ask": "y"}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert train(place, tmp_path / "mixed.jsonl", tmp_path / "run", "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert "note: 2 of 42 rows of mixed.jsonl were skipped; the first, line 41, has only ask\n" in said
+    assert "40 prompts of" in said
 
 
 def test_long_prompts_count_for_the_disk(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,13 +247,15 @@ def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> 
 def test_the_command_answers_the_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its path on stdout, progress on stderr; the same command again has nothing to do; another seed is refused."""
     target = target_folder(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(5)))
+    rows = [*({"prompt": f"count to {n}"} for n in range(5)), {"answer": "5"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "data"
     command = ["--target", str(target), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out)]
     command += ["--batch", "4", "--max-tokens", "5", "--samples", "1"]
     assert main(command) == 0
     said = capsys.readouterr()
     assert said.out == f"{out}\n" and "shard 1 (2 of 2): 1 answers" in said.err
+    assert "note: 1 of 6 rows of prompts.jsonl was skipped; the first, line 6, has only answer" in said.err
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["target"]["name"] == str(target) and len(manifest["target"]["weights"]) == 64
     before = contents(out)
@@ -411,15 +413,18 @@ def test_rows_are_read_without_the_rest_of_a_shard(tmp_path: Path, tokenizer: To
 # --- Being stopped ---
 
 
-def test_sigterm_ends_generation_like_an_interrupt(tmp_path: Path) -> None:
-    """As `kill` and a system that shuts down send it: no half-written file is left, and it can be gone on with."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["TERM", "HUP"])
+def test_a_signal_ends_generation_like_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
+    """As `kill`, a system that shuts down and a closed terminal send it: no half-written file is left, and it can be
+    gone on with."""
     script = (
         "import os, signal, sys\n"
         "from dflash_mlx.training import columns, generate\n"
         "save = columns.save_file\n"
         "def killed(*arguments):\n"
         "    save(*arguments)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), {number})\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
         "columns.save_file = killed\n"
         "sys.exit(generate.main(sys.argv[1:]))\n"
     )
@@ -428,8 +433,8 @@ def test_sigterm_ends_generation_like_an_interrupt(tmp_path: Path) -> None:
     command = ["--target", str(target), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "data")]
     command += ["--max-tokens", "4", "--samples", "1"]
     done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "Interrupted.")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (128 + number, "Interrupted.")
     assert not list((tmp_path / "data").rglob(".*")) and Dataset.open(tmp_path / "data").numbers() == []
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    before = signal.getsignal(number)
     assert main(command) == 0
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and Dataset.open(tmp_path / "data").numbers() == [0]
+    assert signal.getsignal(number) == before and Dataset.open(tmp_path / "data").numbers() == [0]

@@ -142,6 +142,54 @@ def test_prompts_are_read_in_the_common_spellings(tmp_path: Path, name: str) -> 
     assert [prompt.system for prompt in found if prompt.text == "hello"] == ["be brief"]
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"answer": "x", "id": 3}, "has only answer, id"),
+        ({}, "is empty"),
+        ({"prompt": None, "answer": "x"}, "has no text in `prompt`"),
+        ({"question": "  "}, "has no text in `question`"),
+        (7, "is neither an object nor a text"),
+        (" ", "asks nothing: its question is blank"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "has a conversation without a message of the user"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "a message of user whose content is no text",
+        ),
+        ({"messages": ["hello"]}, "has a message that is no object"),
+        ({"messages": [{"role": "user", "content": " "}]}, "asks nothing: its question is blank"),
+    ],
+)
+def test_skipped_rows_are_counted_and_the_first_is_named(tmp_path: Path, row: object, reason: str) -> None:
+    """Half a file in a spelling that is not known would be missing in the answers, and nobody would know. The number is
+    that of the line, blank ones counted."""
+    rows = [{"prompt": "one"}, row, {"prompt": "two"}, {"remark": "later"}]
+    (tmp_path / "p.jsonl").write_text("\n\n".join(json.dumps(each) for each in rows))
+    said: list[str] = []
+    assert sorted(prompt.text for prompt in read_prompts(str(tmp_path / "p.jsonl"), tell=said.append)) == ["one", "two"]
+    (line,) = said
+    assert line.startswith("note: 2 of 4 rows of p.jsonl were skipped; the first, line 3, ") and line.endswith(reason)
+
+
+def test_nothing_is_said_of_a_file_whose_rows_are_all_read(tmp_path: Path) -> None:
+    """Repeated ones and blank lines are no loss."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "one"}\n{"prompt": "two"}\n\n')
+    said: list[str] = []
+    assert len(read_prompts(str(tmp_path / "p.jsonl"), tell=said.append)) == 2 and not said
+
+
+def test_a_file_without_any_prompt_says_what_is_wrong_with_its_first_row(tmp_path: Path) -> None:
+    """And not only what rows need: the user sees which spelling was not known."""
+    (tmp_path / "p.jsonl").write_text('\n{"ask": "one"}\n{"ask": "two"}\n')
+    with pytest.raises(
+        PromptsError, match=r"2 of 2 rows of p\.jsonl were skipped; the first, line 2, has only ask\. Rows"
+    ):
+        read_prompts(str(tmp_path / "p.jsonl"))
+    (tmp_path / "p.json").write_text('[{"ask": "one"}]')
+    with pytest.raises(PromptsError, match=r"1 of 1 row of p\.json was skipped; the first, row 1, has only ask"):
+        read_prompts(str(tmp_path / "p.json"))
+
+
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     """Repeated ones count once; `count` takes some; the order is the seed's."""
     (tmp_path / "p.txt").write_text("".join(f"ask {n % 200}\n\n" for n in range(300)))

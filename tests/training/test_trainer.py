@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_unflatten
 
+from dflash_mlx.training import interrupts
 from dflash_mlx.training import step as step_module
 from dflash_mlx.training.about import About, TargetFacts
 from dflash_mlx.training.answers import Answers
@@ -30,7 +33,8 @@ from dflash_mlx.training.prepare import Prepared
 from dflash_mlx.training.recipe import Recipe
 from dflash_mlx.training.run_folder import RunFolder
 from dflash_mlx.training.step import Step
-from tests.conftest import special_draft
+from dflash_mlx.training.trainer import train
+from tests.conftest import byte_tokenizer, special_draft
 from tests.families import tiny
 from tests.training.runs import (
     RECIPE,
@@ -45,6 +49,7 @@ from tests.training.runs import (
     lines,
     losses,
     prepared,
+    target,
 )
 
 KINDS = {
@@ -392,11 +397,113 @@ def test_what_is_evaluated_and_exported_takes_features_as_they_are(dataset: Data
 def test_sigterm_stops_after_the_step_as_ctrl_c_does(dataset: Dataset, tmp_path: Path) -> None:
     """A machine that shuts down sends it; the user is told what happens."""
     seen = Seen(at={("step", 2): lambda: os.kill(os.getpid(), signal.SIGTERM)})
-    with pytest.raises(Stopped, match="after step 2 of 4"):
+    with pytest.raises(Stopped, match="after step 2 of 4") as caught:
         learn(dataset, tmp_path, RECIPE.changed(evaluate_every=0, checkpoint_every=99), seen)
+    assert caught.value.status == 143
     assert any("Stopping after this step" in line for line in seen.lines)
     kept = Checkpoints(tmp_path / "checkpoint").load()
     assert kept is not None and kept.state.step == 2
+
+
+def test_a_hang_up_that_is_sent_twice_costs_no_step(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a terminal is closed the shell sends SIGHUP to its jobs, and the system once more when the shell is gone."""
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(interrupts, "terminals", list)  # those of the tests stay
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)  # else one that is not heard ends the tests
+    recipe = RECIPE.changed(evaluate_every=0, checkpoint_every=99)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="after step 3 of 4") as caught:
+            learn(dataset, tmp_path, recipe, Seen(at={("step", 3): twice}))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert isinstance(caught.value, Stopped) and caught.value.status == 128 + signal.SIGHUP
+    kept = Checkpoints(tmp_path / "checkpoint").load()
+    assert kept is not None and kept.state.step == 3
+
+
+def test_in_a_thread_signals_are_left_alone() -> None:
+    """Python refuses handlers there, and a server that trains in a worker has its own."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    def enter() -> list[Any]:
+        with interrupts.Interrupts():
+            return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() == before
+    assert enter() != before
+
+
+def test_under_nohup_a_training_goes_on_when_the_terminal_is_closed(dataset: Dataset, tmp_path: Path) -> None:
+    """That is what nohup is for."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    seen = Seen(at={("step", 2): lambda: os.kill(os.getpid(), signal.SIGHUP)})
+    try:
+        assert learn(dataset, tmp_path, RECIPE.changed(evaluate_every=0), seen).exists()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    except KeyboardInterrupt as stopped:  # which would end the tests
+        pytest.fail(str(stopped))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")])
+def test_a_step_that_cannot_be_shown_is_kept(dataset: Dataset, tmp_path: Path, error: OSError) -> None:
+    """A terminal may be gone before SIGHUP says so, and a pipe's reader leaves without a word."""
+
+    def fail() -> None:
+        raise error
+
+    recipe = RECIPE.changed(evaluate_every=0, checkpoint_every=99)
+    with pytest.raises(OSError) as caught:
+        learn(dataset, tmp_path / "run", recipe, Seen(at={("step", 3): fail}))
+    assert caught.value is error
+    kept = Checkpoints(tmp_path / "run" / "checkpoint").load()
+    assert kept is not None and kept.state.step == 3
+    learn(dataset, tmp_path / "run", recipe, resume=True)
+    learn(dataset, tmp_path / "whole", recipe)
+    assert_same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_last_word_that_cannot_be_shown_takes_nothing_from_a_finished_training(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    """The draft is there, and the log says that it is finished."""
+
+    def fail() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        learn(dataset, tmp_path, RECIPE.changed(evaluate_every=0), Seen(at={("end", 4): fail}))
+    assert (tmp_path / "draft" / "step").read_text() == "4" and lines(tmp_path, "end")[-1]["why"] == "finished"
+
+
+def test_the_answer_to_a_signal_that_cannot_be_said_costs_no_step(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said in the middle of a step, and a closed pipe would end that."""
+
+    def closed(line: str) -> None:
+        if "Stopping" in line:
+            raise BrokenPipeError
+
+    def interrupted(self: Optimiser, gradients: Any, loss: Any, step: int) -> Any:
+        if step == 1:
+            ctrl_c()
+        return update(self, gradients, loss, step)
+
+    update = Optimiser.update
+    monkeypatch.setattr(Optimiser, "update", interrupted)
+    hooks = replace(Seen().hooks(), tell=closed)
+    with pytest.raises(Stopped, match="after step 2 of 4") as caught:
+        train(target(), byte_tokenizer(), dataset, RECIPE.changed(checkpoint_every=99), tmp_path, hooks=hooks)
+    assert caught.value.status == 130
 
 
 def test_a_second_ctrl_c_ends_at_once_without_damage(dataset: Dataset, tmp_path: Path) -> None:
@@ -406,12 +513,13 @@ def test_a_second_ctrl_c_ends_at_once_without_damage(dataset: Dataset, tmp_path:
         ctrl_c()
         ctrl_c()
 
-    before = signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     recipe = RECIPE.changed(evaluate_every=0, checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt) as caught:
         learn(dataset, tmp_path, recipe, Seen(at={("step", 3): twice}))
     assert not isinstance(caught.value, Stopped)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in numbers] == before
     kept = Checkpoints(tmp_path / "checkpoint").load()
     assert kept is not None and kept.state.step == 2
 

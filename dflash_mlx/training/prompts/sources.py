@@ -1,17 +1,13 @@
-"""Where prompts come from: the built-in set, a file, or a data set of the Hugging Face hub.
-
-A row of a .jsonl file or of a data set is read in the spellings that are common: `prompt`, `instruction` (with
-`input`), `question`, `text`, or a conversation in `messages` or `conversations`, of which the first question is asked.
-`category` and `topic` are taken over if they are there; without a topic the text itself decides whether it is held out.
-"""
+"""Where prompts come from: the built-in set, a file, or a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +15,41 @@ import huggingface_hub as hub
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hub.errors import explained
-from dflash_mlx.training.prompts import Prompt, demo, holds_out
+from dflash_mlx.training.prompts import Prompt, demo
+from dflash_mlx.training.prompts.rows import SPELLINGS, Unasked, made, prompt_of
 
 DEMO = "demo"
 DEMO_COUNT = 24000
 _FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
-_SPELLINGS = ("prompt", "instruction", "question", "query", "text")
 
 
 class PromptsError(DFlashError):
     """Prompts cannot be read."""
 
 
-def read_prompts(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
+@dataclass
+class _Skipped:
+    """Rows of a file without a question: how many, of how many, and what is wrong with the first."""
+
+    file: Path
+    rows: int = 0
+    count: int = 0
+    first: str = ""
+
+    def line(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        were = "was" if self.count == 1 else "were"
+        return f"{self.count} of {rows} of {self.file.name} {were} skipped; the first, {self.first}"
+
+
+def read_prompts(
+    name: str, count: int | None = None, seed: int = 0, tell: Callable[[str], None] = lambda line: None
+) -> list[Prompt]:
     """Up to `count` distinct prompts in an order that the seed decides, or all.
 
     Args:
         name: "demo", a file (.jsonl, .json, .txt with one prompt a line, .parquet), or the name of a data set.
+        tell: called with a line for each file of which rows are skipped.
     Raises:
         PromptsError, FetchError: they cannot be had; says what to do.
         ValueError: `count` is out of range.
@@ -56,11 +70,17 @@ def read_prompts(name: str, count: int | None = None, seed: int = 0) -> list[Pro
         raise PromptsError(f"{name} is no file with prompts. Give a .jsonl or .txt file, `demo`, or a data set's name.")
     else:
         files = list(_downloaded(name))
-    found = list(dict.fromkeys(prompt for file in files for prompt in _of_file(file)))
+    skipped = [_Skipped(file) for file in files]
+    found = list(dict.fromkeys(prompt for each in skipped for prompt in _of_file(each.file, each)))
+    lines = [each.line() for each in skipped if each.count]
     if not found:
-        needed = f"Rows need one of {', '.join(_SPELLINGS)}, or messages with roles."
+        needed = f"Rows need one of {', '.join(SPELLINGS)}, or messages with roles."
         needed = "Write one prompt a line." if name.endswith(".txt") else needed
-        raise PromptsError(f"{name} has no prompts that can be read. {needed}")
+        raise PromptsError(
+            " ".join([f"{name} has no prompts that can be read.", *(f"{line}." for line in lines), needed])
+        )
+    for line in lines:
+        tell(f"note: {line}")
     random.Random(f"{seed} order").shuffle(found)
     return found[:count]
 
@@ -79,16 +99,23 @@ def _downloaded(name: str) -> Iterator[Path]:
             yield Path(hub.hf_hub_download(name, file, repo_type="dataset"))
 
 
-def _of_file(path: Path) -> Iterator[Prompt]:
+def _of_file(path: Path, skipped: _Skipped) -> Iterator[Prompt]:
     """Raises PromptsError."""
     if path.suffix == ".txt":
         with _readable(path):
             lines = _lines(path)
-        yield from (_made(line) for line in lines)
+        yield from (made(line) for line in lines)
         return
-    for row in read_rows(path):
-        if (prompt := _of_row(row)) and prompt.text:
-            yield prompt
+    with _readable(path):
+        rows = list(_rows(path))
+    unit = "line" if path.name.endswith((".jsonl", ".jsonl.gz")) else "row"
+    skipped.rows = len(rows)
+    for number, row in rows:
+        try:
+            yield prompt_of(row)
+        except Unasked as reason:
+            skipped.count += 1
+            skipped.first = skipped.first or f"{unit} {number}, {reason}"
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -98,7 +125,7 @@ def read_rows(path: Path) -> list[Any]:
         PromptsError: it cannot be read; says why and where.
     """
     with _readable(path):
-        return list(_rows(path))
+        return [row for _, row in _rows(path)]
 
 
 @contextmanager
@@ -115,7 +142,8 @@ def _readable(path: Path) -> Iterator[None]:
         raise PromptsError(f"{path} cannot be read ({error}). Check the file.") from error
 
 
-def _rows(path: Path) -> Iterable[Any]:
+def _rows(path: Path) -> Iterable[tuple[int, Any]]:
+    """With its number, from 1 on: of its line in a .jsonl file, of the row in others."""
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet as parquet
@@ -124,19 +152,19 @@ def _rows(path: Path) -> Iterable[Any]:
                 f"{path.name} is a Parquet file, which takes pyarrow to read. Install it (pip install pyarrow), or "
                 "give the prompts as .jsonl."
             ) from None
-        return parquet.read_table(path).to_pylist()
+        return enumerate(parquet.read_table(path).to_pylist(), 1)
     if path.suffix == ".json":
         whole = json.loads(_text(path))
-        return whole if isinstance(whole, list) else [whole]
+        return enumerate(whole if isinstance(whole, list) else [whole], 1)
     return _parsed(path)
 
 
-def _parsed(path: Path) -> Iterator[Any]:
+def _parsed(path: Path) -> Iterator[tuple[int, Any]]:
     """Of a .jsonl file. Raises ValueError with the number of the line."""
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             try:
-                yield json.loads(line)
+                yield number, json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is no JSON: {error}") from error
 
@@ -149,45 +177,3 @@ def _text(path: Path) -> str:
 def _lines(path: Path) -> list[str]:
     """Lines that are not blank. `str.splitlines` would cut at U+2028 and others, which stand within JSON strings."""
     return [line for line in _text(path).split("\n") if line.strip()]
-
-
-def _of_row(row: Any) -> Prompt | None:
-    """None where there is no question of a user."""
-    if isinstance(row, str):
-        return _made(row)
-    if not isinstance(row, Mapping):
-        return None
-    category, topic = str(row.get("category") or "other"), str(row.get("topic") or "")
-    for key in ("messages", "conversations", "conversation"):
-        if isinstance(row.get(key), list):
-            return _of_conversation(row[key], category, topic)
-    for key in _SPELLINGS:
-        value = row.get(key)
-        if isinstance(value, list):
-            return _of_conversation(value, category, topic)
-        if isinstance(value, str) and value.strip():
-            more = row.get("input") if key == "instruction" else None
-            system = row.get("system")
-            return _made(f"{value}\n\n{more}" if more else value, category, topic, str(system) if system else None)
-    return None
-
-
-def _of_conversation(messages: list[Any], category: str, topic: str) -> Prompt | None:
-    system = None
-    for message in messages:
-        if not isinstance(message, Mapping):
-            return None
-        role = message.get("role") or message.get("from")
-        text = message.get("content") or message.get("value")
-        if not isinstance(text, str):
-            return None
-        if role == "system":
-            system = text
-        elif role in ("user", "human"):
-            return _made(text, category, topic, system)
-    return None
-
-
-def _made(text: str, category: str = "other", topic: str = "", system: str | None = None) -> Prompt:
-    text = text.strip()
-    return Prompt(text, category, topic, system, held_out=holds_out(topic or text))
