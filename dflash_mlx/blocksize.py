@@ -8,26 +8,29 @@ requests start knowing them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import median_low
 from typing import Protocol
 
-_PROBE = 4  # speculative cycles before a decision to rest
+_FIRST = 3  # drafts while nothing is known: dear nowhere, and more are tried next where it pays
+_SURE = 3.0  # tokens per cycle that pay on most machines, so that it can wait to be measured whether they do,
+_LATER = 16  # for so many cycles of a new draft: a first short answer is not kept waiting
+_PROBE = 3  # cycles before a decision to rest; after a rest the first of them is the plain step still in flight
 _MEASURE = 4  # plain steps when the cost of one is not known
 _REST, _LONGEST_REST = 24, 96  # plain steps before the next look
-_LOOK = 3  # speculative cycles between two looks while it pays
+_LOOK = 3  # speculative cycles between two looks while it pays: a new width is measured by then
 _PATIENCE = 0.95  # rest when slower than this share of plain: a dip of luck costs less than a rest
 _LOYALTY = 1.02  # another width has to be so much faster, since a change may throw a draft away
 
-_SMOOTHING = 0.25  # weight of a new timing
-_OUTLIER = 3.0  # a cycle that waited for something else counts as at most so many usual ones
-_STALE = 512  # timings after which one that was not renewed says nothing
+_LATEST = 7  # timings whose median counts: three that waited for something else change little
+_STALE = 512  # timings after which those that were not renewed say nothing
 
-_FRESH, _LASTING = 0.9, 0.98  # what a cycle leaves of the counts before it: of one text, and of all
-_WEIGHT = 8.0  # cycles of this text that weigh as much as what is believed of others
-_UNKNOWN = 0.6  # acceptance by position before anything is known
+_FRESH, _LASTING = 0.93, 0.98  # what a cycle leaves of the counts before it: of one text, and of all
+_WEIGHT = 5.0  # cycles of this text that weigh as much as what is believed of others
+_UNKNOWN = 0.5  # acceptance by position before anything is known
 
 
 class BlockSchedule(Protocol):
@@ -59,62 +62,58 @@ class FixedBlock:
 
 
 @dataclass(frozen=True)
-class _Timing:
-    """Seconds of a cycle, smoothed; `count` timings, the last of them as the `at`-th of all and at `position`."""
+class _Timings:
+    """Seconds of the latest cycles, the last of them as the `at`-th of all timings and at `position`."""
 
-    seconds: float
+    latest: tuple[float, ...]
     position: int
     at: int
-    count: int = 1
 
-    def says_something(self, position: int, now: int) -> bool:
-        """Whether it is recent, and from a context of about this length (within a factor of 2 above 1024)."""
+    def say_something(self, position: int, now: int) -> bool:
+        """Whether they are recent, and from a context of about this length (within a factor of 2 above 1024)."""
         near, far = sorted((max(self.position, 1024), max(position, 1024)))
         return far <= 2 * near and now - self.at <= _STALE
 
 
 @dataclass
 class Costs:
-    """Smoothed seconds of a cycle by its number of drafts. Known from the second timing on: the first may compile."""
+    """Seconds of a cycle by its number of drafts. Known from the second timing on: the first may compile."""
 
-    measured: dict[int, _Timing] = field(default_factory=dict)
+    measured: dict[int, _Timings] = field(default_factory=dict)
     timings: int = 0
 
     def update(self, drafts: int, seconds: float, position: int) -> None:
         self.timings += 1
         old = self.measured.get(drafts)
-        if old is None or not old.says_something(position, self.timings):
-            self.measured[drafts] = _Timing(seconds, position, self.timings)
-            return
-        if old.count == 1:
-            smoothed = min(seconds, old.seconds)
-        else:
-            smoothed = old.seconds + _SMOOTHING * (min(seconds, _OUTLIER * old.seconds) - old.seconds)
-        self.measured[drafts] = _Timing(smoothed, position, self.timings, old.count + 1)
+        latest = old.latest if old is not None and old.say_something(position, self.timings) else ()
+        self.measured[drafts] = _Timings((*latest, seconds)[-_LATEST:], position, self.timings)
 
     def get(self, drafts: int, position: int) -> float | None:
         """None if unknown, or measured too long ago or at a context so different that it says little."""
         known = self.measured.get(drafts)
-        if known is None or known.count < 2 or not known.says_something(position, self.timings):
+        if known is None or len(known.latest) < 2 or not known.say_something(position, self.timings):
             return None
-        return known.seconds
+        return median_low(known.latest)
 
-    def estimate(self, drafts: int, position: int) -> float | None:
-        """As `get`, else from the widths around it, hopefully: what is tried is then measured.
+    def estimate(self, widths: Iterable[int], position: int, *, hopefully: bool = False) -> dict[int, float]:
+        """Seconds by number of drafts, without those of which nothing is known.
 
-        On the line between its neighbours; above all known widths as much as the widest. None if neither is known.
+        What was not measured is on the line between its neighbours. Hopefully it costs as little as any that drafts, if
+        its block is at most twice the next smaller one: what looks fast in this way is tried, and then measured.
         """
         known = {width: cost for width in tuple(self.measured) if (cost := self.get(width, position)) is not None}
-        if drafts in known:
-            return known[drafts]
-        below = max((width for width in known if width < drafts), default=None)
-        above = min((width for width in known if width > drafts), default=None)
-        if below is None:
-            return None
-        if above is None:
-            return known[below]
-        share = (drafts - below) / (above - below)
-        return known[below] + share * (known[above] - known[below])
+        estimates = {}
+        for width in widths:
+            below = max((other for other in known if other <= width), default=None)
+            above = min((other for other in known if other >= width), default=None)
+            if below == width:
+                estimates[width] = known[width]
+            elif hopefully and below and width + 1 <= 2 * (below + 1):
+                estimates[width] = min(cost for other, cost in known.items() if other)
+            elif below is not None and above is not None:
+                share = (width - below) / (above - below)
+                estimates[width] = known[below] + share * (known[above] - known[below])
+        return estimates
 
 
 class Acceptance:
@@ -168,12 +167,11 @@ class AdaptiveBlock:
         self._lasting = lasting or lasting_acceptance(block_size)
         self._here = Acceptance(most, _FRESH, self._lasting)
         self._speculating = True
-        self._drafts = most
+        self._drafts = min(_FIRST, most)
         self._left = _PROBE  # cycles until the next decision
         self._rest = _REST
         self._settling = 1  # cycles whose time is that of a change, not of the phase
-        if costs.get(0, position) is not None:
-            self._drafts, _ = self._fastest(position)
+        self._drafts, _ = self._fastest(position)
 
     def limit(self) -> int:
         return self._drafts if self._speculating else 0
@@ -181,7 +179,7 @@ class AdaptiveBlock:
     def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
         if self._settling:
             self._settling -= 1
-        elif drafted == self.limit():
+        elif drafted or not self._speculating:  # a near-tie decided again is no usual plain step
             self._costs.update(drafted, seconds, position)
         if drafted:
             self._learn(drafted, accepted, emitted)
@@ -198,38 +196,48 @@ class AdaptiveBlock:
         self._lasting.record(drafted, accepted)
 
     def _decide(self, position: int) -> None:
-        self._drafts, rate = self._fastest(position)
+        before = self._drafts
+        self._drafts, gain = self._fastest(position)
         if not self._speculating:
             self._enter(speculating=True, cycles=_PROBE)
-            return
-        plain = self._costs.get(0, position)
-        if rate is None:
+        elif gain is None and self._costs.get(0, position) is not None:
             self._left = 1
-        elif plain is None:
+        elif gain is None and not (self._seems_sure() and self._costs.timings < _LATER):
             self._enter(speculating=False, cycles=_MEASURE)
-        elif rate < _PATIENCE / plain:
+        elif gain is not None and gain < _PATIENCE:
             self._here.forget()  # the text will be another one after the rest
             self._enter(speculating=False, cycles=self._rest)
             self._rest = min(2 * self._rest, _LONGEST_REST)
         else:
             self._rest, self._left = _REST, _LOOK
+            self._settling = int(self._drafts != before)  # a draft that was made ahead is made again
 
     def _fastest(self, position: int) -> tuple[int, float | None]:
-        """The width to draft, and its tokens per second; the present one and None where no cost is known."""
-        expected, rates = self._here.expected(), dict[int, float]()
-        for width in self._widths:
-            if cost := self._costs.estimate(width, position):
-                rates[width] = expected[width] / cost
+        """The width to draft, and how many times plain decoding drafts give; None where costs are not known.
+
+        Widths that were never measured are tried where drafts pay, not where it is to be found out whether they do.
+        """
+        rates = self._rates(position)
         if not rates:
             return self._drafts, None
+        plain = self._costs.get(0, position)
+        gain = None if plain is None else plain * max(rates.values())
+        if self._seems_sure() if gain is None else gain >= _PATIENCE:
+            rates = self._rates(position, hopefully=True)
         best = max(rates, key=rates.__getitem__)
-        if rates[best] < _LOYALTY * rates.get(self._drafts, 0.0):
-            best = self._drafts
-        return best, rates[best]
+        return (best if rates[best] >= _LOYALTY * rates.get(self._drafts, 0.0) else self._drafts), gain
+
+    def _seems_sure(self) -> bool:
+        return self._here.expected()[self._drafts] >= _SURE
+
+    def _rates(self, position: int, *, hopefully: bool = False) -> dict[int, float]:
+        """Tokens per second by number of drafts."""
+        expected, costs = self._here.expected(), self._costs.estimate(self._widths, position, hopefully=hopefully)
+        return {width: expected[width] / cost for width, cost in costs.items() if cost}
 
     def _enter(self, *, speculating: bool, cycles: int) -> None:
-        self._speculating, self._left = speculating, cycles
-        self._settling = 1 if speculating else 2  # plain steps are submitted ahead: the first one waits for two
+        """Plain steps are submitted ahead: the first waits for two, and one is in flight when drafts come back."""
+        self._speculating, self._left, self._settling = speculating, cycles, 2
 
 
 def lasting_acceptance(block_size: int) -> Acceptance:

@@ -85,7 +85,7 @@ def request_notes(
             "dflash_mlx.make_prompt_cache(model, draft_model) for all requests to this pair"
         )
     if adaptive and options.text_depends_on_blocks:
-        notes.append("drafting every cycle, so that the seed repeats the text; rule='match' may rest from it too")
+        notes.append("whole blocks in every cycle, so that the seed repeats the text; with rule='match' they may adapt")
     return tuple(notes)
 
 

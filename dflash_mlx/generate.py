@@ -119,8 +119,8 @@ def stream_generate(
             mlx_lm's name for block_size - 1.
         requested_at: `time.perf_counter()` when the user asked, if that was before this call; the clocks start there.
         stop: strings that end the answer and are not part of it.
-        mode: "auto" speculates where it can pay and rests where it does not, "dflash" insists, "plain" does not.
-            When drafts rest depends on time, and never changes greedy text, nor sampled text with a `seed`; text drawn
+        mode: "auto" verifies as many drafts as pay here and rests where none do, "dflash" insists, "plain" does not.
+            How many depends on time, and never changes greedy text, nor sampled text with a `seed`; text drawn
             without one from MLX's global state is exact but need not repeat (use `seed`, or rule="match").
         rule: "rejection" or "match" at a temperature: two exact rules. "match" gives the same text as plain
             sampling with the same seed, "rejection" accepts more.

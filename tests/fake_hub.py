@@ -86,8 +86,14 @@ class FakeHub:
     def head(self, name: str, file: str, *, revision: str | None = None) -> SimpleNamespace:
         folder = self._answer("head", name, revision).folder
         with safe_open(str(folder / file), framework="numpy") as opened:
-            shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
-        return SimpleNamespace(tensors={key: SimpleNamespace(shape=shape) for key, shape in shapes.items()})
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        content = (folder / file).read_bytes()
+        places = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        tensors = {
+            key: SimpleNamespace(shape=one.get_shape(), data_offsets=tuple(places[key]["data_offsets"]))
+            for key, one in slices.items()
+        }
+        return SimpleNamespace(tensors=tensors)
 
     def snapshot(self, name: str, *, local_files_only: bool = False, **how: Any) -> str:
         folder = self.place(name)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import stream_generate
+from dflash_mlx.blocksize import Costs
 from tests.conftest import tiny_draft
 from tests.families import SCRIPTS, ScriptedProposer, prompt_of, tiny
 
@@ -43,6 +44,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
 def paying(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where speculation may pay, so that `auto` adapts."""
     monkeypatch.setattr("dflash_mlx.fallback._why_not_on_cpu", lambda dtype: None)
+
+
+def know(costs: Costs, seconds: dict[int, float]) -> None:
+    """As if these had been measured, by number of drafts."""
+    for drafts, cost in seconds.items():
+        for _ in range(2):  # the first is not believed
+            costs.update(drafts, cost, 0)
 
 
 def stream(name, tokenizer, prompt=PROMPT, **kwargs):

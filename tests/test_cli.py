@@ -25,7 +25,7 @@ KEYS = {
     *("text", "tokens", "finish_reason", "mode", "notes", "prompt_tokens", "generation_tokens"),
     *("prefill_s", "ttft_s", "decode_s", "total_s", "prompt_tps", "decode_tps", "request_tps"),
     *("cycles", "drafted", "accepted", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("acceptance_histogram", "block_size", "host_syncs", "peak_memory_gb", "check", "rechecked"),
+    *("acceptance_histogram", "block_size", "blocks", "host_syncs", "peak_memory_gb", "check", "rechecked"),
     *("reasoning", "answer", "tool_calls", "unfinished", "cached_tokens", "recomputed_tokens", "plain_steps"),
 }
 CHECK_KEYS = {"kind", "index", "gap", "rounding", "expected_token", "got_token", "explanation"}
@@ -45,6 +45,7 @@ def test_text_to_stdout_and_statistics_to_stderr(models: list[str], capsys) -> N
     plain, plain_err = capsys.readouterr()
     assert out == plain and out.endswith("\n")
     assert "generation only" in err and "prefill-inclusive" in err and "dflash: block 16" in err
+    assert "tokens verified by cycles: " in err, "the last ones have no room for 16"
     assert "plain decoding" in plain_err
 
 
@@ -60,6 +61,7 @@ def test_json_is_exactly_one_object_with_the_documented_keys(models: list[str], 
     assert result["accepted"] + result["cycles"] + 1 == 20
     assert result["host_syncs"] == result["cycles"]
     assert sum(int(k) * n for k, n in result["acceptance_histogram"].items()) == result["accepted"]
+    assert sum((int(size) - 1) * n for size, n in result["blocks"].items()) == result["drafted"]
     assert result["request_tps"] <= result["decode_tps"]
     assert result["total_s"] >= result["ttft_s"] >= result["prefill_s"] > 0
     assert abs(result["total_s"] - result["prefill_s"] - result["decode_s"]) < 0.01

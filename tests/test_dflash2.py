@@ -19,7 +19,7 @@ from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.sampling import Draws, SamplingPolicy, make_sampler
 from dflash_mlx.targets import target_for
-from tests.conftest import DFLASH2, draft_config, special_draft, tiny_draft
+from tests.conftest import DFLASH2, OWN_PARTS, draft_config, special_draft, tiny_draft
 from tests.draft_reference import reference_denoise, reference_logits, reference_path, reference_walk
 from tests.families import VOCAB, reference, tiny
 from tests.generating import PROMPT, stream
@@ -154,6 +154,26 @@ def proposer(draft: DraftModel, sampling: tuple[SamplingPolicy, Draws] | None = 
     context = draft.make_context()
     draft.extend(context, mx.array(data(length)[0])[None])
     return BlockProposer(draft, target_for(tiny("llama")), context, *(sampling or ()))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("parts", [DFLASH2, OWN_PARTS, {}], ids=["dflash2", "own parts", "v1"])
+def test_the_first_drafts_of_a_block_are_those_of_the_whole_one(parts: dict[str, object], sampled: bool) -> None:
+    """Where `auto` verifies fewer: a walk, a convolution or a q of fewer rows would be another draft."""
+    draft = special_draft(parts, **VARIANTS["sliding-both-ways"])
+    sampling = (SamplingPolicy(1.0), Draws(5)) if sampled else None
+    whole = propose(draft, 7, 8, sampling)
+    narrowed = proposer(draft, sampling)
+    narrowed.rows = 8
+    for limit in (1, 2, 5, 8):
+        first = narrowed.propose(7, limit, 10)
+        assert first.tokens.tolist() == whole.tokens.tolist()[:limit]
+        assert (first.probs is not None) == sampled
+        if first.probs is not None and whole.probs is not None:
+            assert first.probs.shape == (limit, VOCAB) and mx.allclose(first.probs, whole.probs[:limit], atol=1e-6)
+    alone = propose(draft, 7, 1, sampling)
+    if alone.probs is not None and whole.probs is not None:
+        assert not mx.allclose(alone.probs, whole.probs[:1], atol=1e-6), "a block of one mask is another one"
 
 
 def hidden_and_logits(draft: DraftModel, anchor: int, count: int, length: int = 9) -> tuple[np.ndarray, np.ndarray]:

@@ -309,9 +309,13 @@ def test_parameter_count_follows_the_published_formula() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_a_draft_of_whole_blocks_proposes_the_first_of_a_whole_block(name: str) -> None:
-    """One that learned from blocks of one size finds less with fewer masks, and is not given fewer."""
+    """One that learned from blocks of one size finds less with fewer masks, and is not given fewer.
+
+    Nor is any draft while `auto` verifies less than a block.
+    """
     target = target_for(tiny(name))
     found: dict[tuple[bool, int], list[int]] = {}
+    adapted: dict[int, list[int]] = {}
     for whole in (True, False):
         draft = special_draft(dict(block_size=6, whole_block=whole, num_target_layers=target.spec.n_layers))
         draft.update(tree_map(lambda value: value * 4 if value.ndim == 2 else value, draft.parameters()))
@@ -320,6 +324,11 @@ def test_a_draft_of_whole_blocks_proposes_the_first_of_a_whole_block(name: str) 
             proposer = BlockProposer(draft, target, draft.make_context())
             proposer.observe(mx.array(data(9)[0])[None])
             found[whole, limit] = proposer.propose(7, limit, 10).tokens.tolist()
+            proposer = BlockProposer(draft, target, draft.make_context(), rows=4)
+            proposer.observe(mx.array(data(9)[0])[None])
+            adapted[limit] = proposer.propose(7, limit, 10).tokens.tolist()
     assert found[True, 5] == found[False, 5]
     assert found[True, 3] == found[True, 5][:3] and found[True, 1] == found[True, 5][:1]
     assert found[False, 3] != found[False, 5][:3]
+    assert adapted[5] == found[False, 5] and len(adapted[3]) == 3, "of the draft without whole blocks"
+    assert adapted[1] == adapted[3][:1] != found[False, 1]

@@ -10,9 +10,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
 from dflash_mlx import generate, make_prompt_cache, make_sampler, stream_generate
+from dflash_mlx.blocksize import Acceptance, AdaptiveBlock, Costs
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.proposers.block import BlockProposer
 from tests.conftest import KERNELS, byte_tokenizer, tiny_draft
 from tests.families import prompt_of, reference, tiny
-from tests.generating import DRAFT, PROMPT, paying, scripted, stream
+from tests.generating import DRAFT, PROMPT, know, paying, scripted, stream
 
 __all__ = ["paying", "scripted"]  # fixtures
 
@@ -188,7 +191,7 @@ def test_auto_rests_where_drafts_do_not_pay_and_the_text_stays(paying, tokenizer
     """The random draft is never right, so plain steps win; the statistics say how many there were."""
     prompt = prompt_of(30, seed=8)
     draft = tiny_draft()
-    draft.costs.measured = {0: (0.001, 0), 15: (0.1, 0)}
+    know(draft.costs, {0: 0.001, 15: 0.1})
     last = list(stream("llama", tokenizer, prompt, max_tokens=90, draft_model=draft, mode="auto"))
     assert [r.token for r in last] == reference("llama", prompt, 90)
     stats = last[-1].stats
@@ -198,13 +201,13 @@ def test_auto_rests_where_drafts_do_not_pay_and_the_text_stays(paying, tokenizer
 
 def test_a_seed_is_kept_by_a_schedule_that_follows_the_clock(paying, tokenizer) -> None:
     """Rejection sampling depends on the blocks, so with a seed the block stays fixed; other exact rules adapt."""
-    costs = [{0: (9.0, 0), 15: (0.1, 0)}, {0: (0.001, 0), 15: (9.0, 0)}]
+    costs = [{0: 9.0, 15: 0.1}, {0: 0.001, 15: 9.0}]
 
     def runs(**kwargs):
         out = []
         for measured in costs:
             draft = tiny_draft()
-            draft.costs.measured = dict(measured)
+            know(draft.costs, measured)
             kwargs["draft_model"] = draft
             responses = list(stream("qwen3", tokenizer, max_tokens=40, mode="auto", **kwargs))
             out.append(([r.token for r in responses], responses[-1].stats.plain_steps))
@@ -223,9 +226,51 @@ def test_a_seed_is_kept_by_a_schedule_that_follows_the_clock(paying, tokenizer) 
     assert fast[1] < slow[1]
 
 
+def test_auto_drafts_whole_blocks_and_verifies_what_pays(paying, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one draft is worth what it costs here; it is the first one of a block of 16."""
+    asked: list[tuple[int, int]] = []
+
+    class Seen(BlockProposer):
+        def propose(self, anchor: int, limit: int, position: int) -> Proposal:
+            asked.append((limit, self.rows))
+            return super().propose(anchor, limit, position)
+
+    monkeypatch.setattr("dflash_mlx.request.BlockProposer", Seen)
+    draft = tiny_draft()
+    know(draft.costs, {0: 9.0, 1: 9.1, **dict.fromkeys((2, 3, 5, 7, 11, 15), 99.0)})
+    last = list(stream("llama", tokenizer, max_tokens=12, draft_model=draft, mode="auto"))[-1]
+    assert draft.acceptance.rates() != tiny_draft().acceptance.rates(), "the next request knows how good the draft is"
+    assert last.block_size == 16 and {rows for _, rows in asked} == {15}
+    assert [limit for limit, _ in asked][:4] == [1, 1, 1, 1]
+    assert last.stats.blocks[2] >= 4 and sum(last.stats.blocks.values()) == last.stats.cycles - last.stats.plain_steps
+    asked.clear()
+    list(stream("llama", tokenizer, max_tokens=12, draft_model=draft, mode="auto", sampler=make_sampler(1.0)))
+    assert {rows for _, rows in asked} == {15}, "sampled drafts too"
+    asked.clear()
+    list(stream("llama", tokenizer, max_tokens=12, draft_model=draft, mode="dflash"))
+    assert asked[0] == (10, 0), "a block that was asked for is drafted as wide as it is verified"
+
+
+def test_a_long_conversation_does_not_begin_by_what_short_ones_cost(paying, tokenizer, monkeypatch) -> None:
+    """The schedule is told where the request begins: behind what its prompt cache holds."""
+    begun: list[int] = []
+
+    class Seen(AdaptiveBlock):
+        def __init__(self, block_size: int, costs: Costs, lasting: Acceptance | None = None, position: int = 0) -> None:
+            begun.append(position)
+            super().__init__(block_size, costs, lasting, position)
+
+    monkeypatch.setattr("dflash_mlx.request.AdaptiveBlock", Seen)
+    draft = tiny_draft()
+    cache = make_prompt_cache(tiny("llama"), draft)
+    for _ in range(2):
+        list(stream("llama", tokenizer, max_tokens=4, draft_model=draft, prompt_cache=cache, mode="auto"))
+    assert begun[0] == 0 and begun[1] == len(PROMPT) + 3
+
+
 def test_an_explicit_block_size_is_kept(paying, tokenizer) -> None:
     draft = tiny_draft()
-    draft.costs.measured = {0: (0.001, 0), 3: (9.0, 0)}
+    know(draft.costs, {0: 0.001, 3: 9.0})
     stats = list(stream("llama", tokenizer, max_tokens=16, draft_model=draft, mode="auto", block_size=4))[-1].stats
     assert stats.plain_steps <= 1  # the last cycle has no room for a draft
 

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 # A module may import from its own line and from the lines above it.
 LAYERS = [
     {"errors", "stats", "proposal", "stops", "segments", "templates", "threads", "blocksize", "files"},
+    {"hang_up", "drawing"},
     {"config", "spellings", "machine", "chips", "served", "stored_weights"},
     {"hub", "layer_sizes"},
     {"piece"},

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dflash_mlx import make_sampler, stream_generate
-from dflash_mlx.accept import _Reader
-from dflash_mlx.blocksize import FixedBlock
+from dflash_mlx.accept import _Reader, make_decider
+from dflash_mlx.blocksize import AdaptiveBlock, Costs, FixedBlock
 from dflash_mlx.decode import Session, decode
 from dflash_mlx.draft.model import DraftModel
 from dflash_mlx.draft.rope import make_rope
@@ -24,7 +24,7 @@ from dflash_mlx.proposal import Proposal
 from dflash_mlx.proposers import DraftsAhead, NullProposer
 from dflash_mlx.proposers.block import BlockProposer
 from dflash_mlx.request import plan
-from dflash_mlx.sampling import Draws, Position
+from dflash_mlx.sampling import Draws, Position, SamplingPolicy
 from tests.conftest import (
     DFLASH2,
     OWN_PARTS,
@@ -90,13 +90,13 @@ class Helped(BlockProposer):
         self.truth, self.seen = mx.array([0] * len(PROMPT) + truth + [0] * 32, mx.int32), []
 
     def _denoise(self, anchor: mx.array, limit: int) -> mx.array:
-        self.rows = super()._denoise(anchor, limit)
-        return self.rows
+        self.hidden = super()._denoise(anchor, limit)
+        return self.hidden
 
     def _draft(self, anchor: mx.array, limit: int, position: Position) -> Proposal:
         own = super()._draft(anchor, limit, position).tokens
         place = mx.array(position).reshape(1)
-        self.seen.append(Seen(place, self.rows, own))
+        self.seen.append(Seen(place, self.hidden, own))
         depth = (place.astype(mx.uint32) * 2654435761 >> 15) % (limit + 1)
         index = mx.arange(limit)
         truth = self.truth[place + index] + 0 * own  # so that the real draft is computed
@@ -132,6 +132,56 @@ def test_a_draft_sees_the_same_context_in_both_cycles(name: str, kind: str, bloc
         assert ours.rows == theirs.rows and ours.ahead is None
         for a, b in zip(ours.held or (), theirs.held or (), strict=True):
             assert mx.array_equal(a, b)
+
+
+class Timed(AdaptiveBlock):
+    """On a machine where blocks are cheap, then dear from three rows on, then dear whatever they hold, and again."""
+
+    def record(self, *, drafted: int, accepted: int | None, emitted: int, seconds: float, position: int) -> None:
+        seconds = 0.1 + drafted * (0.001, 0.001 + 0.1 * (drafted > 1), 1.0)[position // 40 % 3]
+        super().record(drafted=drafted, accepted=accepted, emitted=emitted, seconds=seconds, position=position)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "match"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "own parts"), ("llama-sliding", "sliding"), ("qwen3_5", "window"), ("llama", "dflash2")],
+)
+def test_widths_that_change_with_what_cycles_cost_change_nothing_else(name: str, kind: str, rule: str) -> None:
+    """The text is that of plain decoding, greedy and with a seed; what is held goes on as after it; the draft finds the
+    same in both cycles, whether or not one that was made ahead was too long."""
+    policy = make_sampler(0.0 if rule == "greedy" else 1.0, seed=5)
+    assert isinstance(policy, SamplingPolicy)
+
+    def session(proposer: BlockProposer | NullProposer | None = None, pipelined: bool = False) -> Session:
+        made = greedy_session(name, proposer, pipelined=pipelined)
+        made.decider = make_decider(policy, (), Draws.for_policy(policy), rule="match")
+        return made
+
+    truth = tokens_of(decode(session(), PROMPT, max_tokens=220))
+    runs = []
+    for pipelined in (False, True):
+        run = session(NullProposer(), pipelined)
+        run.schedule = Timed(8, Costs())
+        run.proposer = helper = Helped(DRAFTS[kind], run, truth)
+        helper.rows = 7
+        assert tokens_of(decode(run, PROMPT, max_tokens=180)) == truth[:180]
+        run.finish()
+        assert run.position == run.cache.length + 1 and helper.context.covers(run.cache.length)
+        runs.append(run)
+    simple, ahead = runs
+    assert ahead.stats == simple.stats
+    assert len(simple.stats.blocks) >= 3 and 10 < simple.stats.plain_steps < simple.stats.cycles - 20
+    drafted = {seen.key: seen for seen in ahead.proposer.seen}  # type: ignore[attr-defined]
+    for seen in simple.proposer.seen:  # type: ignore[attr-defined]
+        assert drafted[seen.key].tokens.tolist() == seen.tokens.tolist()
+    for ours, theirs in zip(*(run.proposer.context.layers for run in (ahead, simple)), strict=True):
+        assert ours.rows == theirs.rows and ours.ahead is None
+        for a, b in zip(ours.held or (), theirs.held or (), strict=True):
+            np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-5)
+    for run in runs:  # plainly, from what is held
+        run.schedule = FixedBlock(1)
+        assert tokens_of(decode(run, [run.tokens.pop()], max_tokens=40)) == truth[180:]
 
 
 def test_only_the_last_drafts_are_made_twice() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 from mlx.utils import tree_flatten
 
 from dflash_mlx import chips, demo, load, make_prompt_cache, stream_generate
@@ -17,18 +18,21 @@ from dflash_mlx.__main__ import main
 from dflash_mlx.chips import AppleChip, apple_chip
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.fit import DraftNeed, Settings
+from dflash_mlx.hub.cache import TARGET as TARGET_FILES
+from dflash_mlx.hub.repository import find
 from dflash_mlx.layer_sizes import sizes_of
 from dflash_mlx.machine import Machine, this_machine
-from dflash_mlx.needs import StoredDraft
+from dflash_mlx.needs import StoredDraft, target_weights
 from dflash_mlx.plan import plan
 from dflash_mlx.planned import Asked
 from dflash_mlx.regime import bytes_per_weight, reads, regime
-from dflash_mlx.stored_weights import Stored
+from dflash_mlx.stored_weights import Stored, read_stored
 from tests import checkpoints
 from tests.conftest import DRAFT_CONFIG
 from tests.fake_hub import FakeHub
 from tests.families import BY_NAME, tiny
 from tests.folders import draft_folder, target_folder
+from tests.test_load_shells import BESIDE, PUBLISHED, published_folder
 
 README = (Path(__file__).parent.parent / "dflash_mlx" / "README.md").read_text()
 MAC = ("--chip", "M4 Pro", "--memory", "24GB")
@@ -133,13 +137,55 @@ def test_without_a_network_it_is_not_known_rather_than_not_supported(hub: FakeHu
     assert plan["line"].startswith("Not known: There is no folder") and plan["draft"]["name"] == DRAFT
 
 
-def test_quantising_makes_the_parts_it_is_about_smaller(hub: FakeHub, capsys) -> None:
+def wide_heads(folder: Path, key: str = "head_dim") -> None:
+    """64 wide, as many models have them, and not 16: nothing but the config is read for it."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 64}))
+
+
+def test_quantising_makes_the_parts_it_is_about_smaller(hub: FakeHub, tmp_path: Path, capsys) -> None:
+    wide_heads(tmp_path / "target")
     plain = found(capsys, TARGET, *MAC, "--context", "8192")[1]["memory"]
     keys = found(capsys, TARGET, *MAC, "--context", "8192", "--kv-bits", "4")[1]["memory"]
     draft = found(capsys, TARGET, *MAC, "--context", "8192", "--draft-bits", "4")[1]["memory"]
     assert keys["keys_values"] < plain["keys_values"] and draft["draft"] < 0.3 * plain["draft"]
     assert "no keys are quantised at this context" in asked(capsys, TARGET, *MAC, "--kv-bits", "4")[1]
     assert keys["draft"] == plain["draft"] and draft["keys_values"] == plain["keys_values"]
+
+
+def test_a_group_of_keys_that_does_not_divide_the_heads_is_refused_as_generation_refuses_it(
+    tmp_path: Path, capsys
+) -> None:
+    """It was planned as if it worked, and generation refused it after the download."""
+    folder = target_folder(tmp_path / "target", "qwen3")
+    wide_heads(folder)
+    words = ["plan", str(folder), "--draft", "none", "--memory", "64GB", "--kv-group-size", "128"]
+    assert main(words) == 0, "nothing is quantised"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--kv-bits", "4"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        caught.value.code == 2 and "`kv_group_size` has to divide the width of the target's heads, 64, got 128" in said
+    )
+    assert "Choose 32 or 64, or leave `kv_bits` out." in said
+    assert main([*words[:-1], "32", "--kv-bits", "4"]) == 0
+
+
+def test_heads_that_no_group_divides_are_said_to_be_so(tmp_path: Path, capsys) -> None:
+    """Else each of the three is tried in turn."""
+    with pytest.raises(SystemExit):
+        main(["plan", str(target_folder(tmp_path / "target")), "--draft", "none", "--kv-bits", "8"])
+    assert "16, got 64" in (said := capsys.readouterr().err)
+    assert "No group of 32, 64, 128 does, or leave" not in said and "No group of 32, 64, 128 does: leave" in said
+
+
+@pytest.mark.parametrize(("name", "key"), [("qwen3_5", "head_dim"), ("gemma4_text", "global_head_dim")])
+def test_only_heads_whose_keys_are_quantised_have_to_be_divided(tmp_path: Path, name: str, key: str, capsys) -> None:
+    """Recurrent states, and windows with heads of 16 values, stay as they are, so their sizes refuse nothing."""
+    folder = target_folder(tmp_path / "target", name)
+    wide_heads(folder, key)
+    assert main(["plan", str(folder), "--draft", "none", "--memory", "64GB", "--kv-bits", "8"]) == 0
 
 
 def test_the_command_of_the_benchmark_can_be_pasted(tmp_path: Path, capsys) -> None:
@@ -271,6 +317,71 @@ def test_the_bandwidth_is_that_of_the_chip_with_this_memory() -> None:
     assert apple_chip("M1", 2**33) == AppleChip("M1", 68, 13) and apple_chip("M3 Ultra", 2**39) is not None
     assert apple_chip("M4 Ultra", 2**39) is apple_chip("Intel(R) Xeon(R)", 2**35) is apple_chip("", 1) is None
     assert {chip.name for name in chips.NAMES if (chip := apple_chip(name, 2**36))} == set(chips.NAMES)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_model_is_loaded_without_does_not_count(tmp_path: Path, name: str) -> None:
+    """A tower for pictures may be a gigabyte, for which a model would be said not to fit; it is never in memory."""
+    folder = published_folder(tmp_path / "model", name, BESIDE[name])
+    config = json.loads((folder / "config.json").read_text())
+    model, _ = load(str(folder), blas="off")
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    stored = read_stored(folder, config, TARGET_FILES.weights)
+    assert stored.held == held == target_weights(find(str(folder), TARGET_FILES), config, this_machine())[0]
+    assert stored.bytes - held == sum(4 * (8 if "norm" in each else 64) for each in BESIDE[name])
+
+
+def test_a_tower_that_is_loaded_counts(tmp_path: Path) -> None:
+    """mlx_lm's muse_spark sees; its name and that of muse_glimmer, which does not, are alike."""
+    names = ["model.vision_tower.blocks.0.weight", "model.vision_projection.weight"]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: mx.zeros((8, 8)) for name in names})
+    held = {kind: read_stored(tmp_path, {"model_type": kind}).held for kind in ("muse_spark", "muse_glimmer")}
+    assert held == {"muse_spark": 2 * 64 * 4, "muse_glimmer": 0}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_nor_does_it_count_before_the_download(tmp_path: Path, hub: FakeHub, files: int, capsys) -> None:
+    """Heads of files say what is in them; of several only those are asked for that have some of it."""
+    folder = published_folder(tmp_path / "model", "gemma4", BESIDE["gemma4"], vision_config={})
+    _, here = found(capsys, str(folder), "--draft", "none", *MAC)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    total = sum(array.nbytes for array in tensors.values())
+    sizes = {"model.safetensors": total}
+    if files == 2:
+        (folder / "model.safetensors").unlink()
+        parts = {False: {}, True: {}}
+        for key, array in tensors.items():
+            parts["vision" in key or "audio" in key][key] = array
+        names = {of: f"model-{1 + of}-of-2.safetensors" for of in parts}
+        for of, some in parts.items():
+            mx.save_safetensors(str(folder / names[of]), some)
+        index = {"weight_map": {key: names[of] for of, some in parts.items() for key in some}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        sizes = {names[of]: sum(array.nbytes for array in some.values()) for of, some in parts.items()}
+    hub.add("org/seeing", folder, sizes=sizes)
+    _, there = found(capsys, "org/seeing", "--draft", "none", *MAC)
+    assert there["memory"]["target"] == here["memory"]["target"] == total - 3 * 64 * 4
+    assert [what for what, name in hub.asked if name == "org/seeing"].count("head") == 1
+
+
+def test_where_heads_of_files_cannot_be_had_everything_counts(
+    tmp_path: Path, hub: FakeHub, monkeypatch, capsys
+) -> None:
+    """Too much is said to be needed rather than nothing."""
+    folder = published_folder(tmp_path / "model", "gemma4", BESIDE["gemma4"], vision_config={})
+    hub.add("org/seeing", folder, sizes={"model.safetensors": 10**9})
+
+    def fail(*args: object, **rest: object) -> None:
+        raise OfflineModeIsEnabled("no network in this test")
+
+    monkeypatch.setattr("huggingface_hub.parse_safetensors_file_metadata", fail)
+    assert found(capsys, "org/seeing", "--draft", "none", *MAC)[1]["memory"]["target"] == 10**9
+
+
+def test_a_model_that_is_only_text_is_asked_for_no_heads(hub: FakeHub, capsys) -> None:
+    """Each is a request, of which a large model would take a hundred."""
+    found(capsys, TARGET, "--draft", "none", *MAC)
+    assert "head" not in [what for what, name in hub.asked if name == TARGET]
 
 
 # Whether it is so -----------------------------------------------------------------------------------------

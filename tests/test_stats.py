@@ -14,10 +14,10 @@ def test_published_definitions() -> None:
     assert stats.mean_acceptance_length == pytest.approx(1 + 5 / 3)
     assert stats.draft_acceptance_rate == pytest.approx(5 / 9)
     assert stats.emitted == 1 + stats.accepted + stats.cycles
-    assert stats.histogram == {3: 1, 0: 1, 2: 1}
+    assert stats.histogram == {3: 1, 0: 1, 2: 1} and stats.blocks == {4: 3}
     stats.record(drafted=0, accepted=0, emitted=1)
     assert stats.mean_acceptance_length == pytest.approx(1 + 5 / 3), "a plain step says nothing of the draft"
-    assert stats.cycles == 4 and stats.plain_steps == 1 and stats.histogram[0] == 1
+    assert stats.cycles == 4 and stats.plain_steps == 1 and stats.histogram[0] == 1 and stats.blocks == {4: 3}
 
 
 def test_nothing_known_is_none() -> None:
@@ -32,8 +32,10 @@ def test_retracted_tokens_are_not_counted() -> None:
     stats.record(drafted=7, accepted=5, emitted=6)
     stats.retract(drafted=7, accepted=5, emitted=6, delivered=2)
     assert (stats.cycles, stats.drafted, stats.accepted, stats.emitted, dict(stats.histogram)) == (1, 7, 2, 3, {2: 1})
+    assert stats.blocks == {8: 1}
     stats.retract(drafted=7, accepted=2, emitted=2, delivered=0)
     assert (stats.cycles, stats.drafted, stats.accepted, stats.emitted, dict(stats.histogram)) == (0, 0, 0, 1, {})
+    assert not stats.blocks
 
 
 def fake_clock(times: list[float]):
