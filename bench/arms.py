@@ -3,7 +3,7 @@
     stock        mlx_lm.stream_generate itself, on the same ids: the baseline
     plain        our loop without a draft
     dflash       a block of drafts in every cycle
-    auto         drafts where they pay
+    auto         as many drafts of a block as pay, or none
     sequential   an ordinary small model that drafts token by token, through mlx_lm's own speculative decoding
 
 Times are those at which a caller has a token in hand, on the clock that the arm was given. Before the clock starts the
