@@ -124,13 +124,16 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self._screen.display)
 
     def until(self, seen: str | Callable[[str], bool], timeout_s: float = 30.0) -> str:
-        """Wait until the screen has this text, or is as wanted; returns the screen."""
+        """Wait until the screen has this text, or is as wanted; returns the screen, drawn to its end."""
         wanted = (lambda text: seen in text) if isinstance(seen, str) else seen
         end = time.monotonic() + timeout_s
         while not wanted(self.text):
             assert time.monotonic() < end, f"never seen: {seen}\n{self.text}"
             assert self._read(0.1) or self._process.poll() is None, f"ended before {seen} was seen\n{self.text}"
-        return self.text
+        shown, end = self.text, min(end, time.monotonic() + 0.5)
+        while time.monotonic() < end and self._read(0.05):  # what was read may end within a picture
+            shown = self.text if wanted(self.text) else shown
+        return shown
 
     def end(self, timeout_s: float = 20.0) -> int:
         """Wait for the end of the program; returns its exit status."""
