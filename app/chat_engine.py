@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -96,8 +95,7 @@ class ChatEngine:
                 last_text, last_at = text, now
                 self._emit(ModelLoading(text, fraction))
 
-        left_out = ("model", "launched_at", "number", "insist")
-        options = {name: value for name, value in asdict(job).items() if name not in left_out}
+        options = job.options
         notes: list[str] = []
         pair: Pair | None = None
         try:

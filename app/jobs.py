@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
 
 from dflash_mlx.app.settings import Settings
 from dflash_mlx.pairing.registry import DEMO
 
 Messages: TypeAlias = tuple[tuple[str, str], ...]
 """The conversation as (role, text) pairs, the question last."""
+
+_OF_THE_JOB = ("model", "launched_at", "number", "insist")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class LoadModel:
     """The user was told that it is too large by the estimate, and wants it."""
     number: int = field(default=0, compare=False)
     """Numbers of jobs grow, whatever their kind; `Engine.cancel(number)` stops this one and all before it."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `dflash_mlx.load` takes beside the model."""
+        return {name: value for name, value in asdict(self).items() if name not in _OF_THE_JOB}
 
     def instead(self, model: str, draft: str | None) -> LoadModel:
         """Another pair, with those of these options that are about no one model and that `load` takes for it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, Interrupted
 from dflash_mlx.templates import render
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def guarded(run: Any) -> int:
         return 1
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", file=sys.stderr)
-        return getattr(interrupt, "status", INTERRUPTED)  # of another signal, where one was watched for
+        return interrupt.status if isinstance(interrupt, Interrupted) else INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; stay quiet at exit too
         return 0

@@ -5,6 +5,8 @@ The command line and the chat print these without a traceback; everything else i
 
 from __future__ import annotations
 
+import signal
+
 
 class DFlashError(Exception):
     """Base of every error that this package explains to the user."""
@@ -32,3 +34,11 @@ class CacheStateError(DFlashError):
 
 class DraftFault(DFlashError):
     """The draft turned out not to work while it ran, and `strict` forbids to fall back to plain decoding."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended what ran. status: the exit status that says so, 128 and its number."""
+
+    def __init__(self, text: str = "", number: int = signal.SIGINT) -> None:
+        super().__init__(text)
+        self.status = 128 + number

@@ -22,6 +22,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import safe_open
 
+from tests import checkpoints
+from tests.folders import target_folder
+
 COMMIT = "c" * 40
 
 
@@ -33,6 +36,15 @@ class Repository:
     sizes: dict[str, int] = field(default_factory=dict)  # what the hub says instead of the files' own
     error: Exception | None = None  # for every request but the list of files
     gone: Exception | None = None  # for every request
+
+
+def hub_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str) -> FakeHub:
+    """A hub in the place of the real one, with a tiny target and a draft that belong together."""
+    made = FakeHub(tmp_path / "cache")
+    made.install(monkeypatch)
+    made.add(target, target_folder(tmp_path / "target"))
+    made.add(draft, checkpoints.v1(tmp_path / "draft"))
+    return made
 
 
 class FakeHub:

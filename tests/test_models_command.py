@@ -12,17 +12,13 @@ import pytest
 from dflash_mlx.__main__ import main
 from dflash_mlx.pairing import registry
 from tests import checkpoints
-from tests.fake_hub import FakeHub
+from tests.fake_hub import FakeHub, hub_with
 from tests.folders import target_folder
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    made = FakeHub(tmp_path / "cache")
-    made.install(monkeypatch)
-    made.add("org/Qwen3-4B-8bit", target_folder(tmp_path / "target"))
-    made.add("z-lab/Qwen3-4B-DFlash-b16", checkpoints.v1(tmp_path / "draft"))
-    return made
+    return hub_with(tmp_path, monkeypatch, "org/Qwen3-4B-8bit", "z-lab/Qwen3-4B-DFlash-b16")
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

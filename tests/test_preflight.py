@@ -22,7 +22,7 @@ from dflash_mlx.hub.repository import Source, find
 from dflash_mlx.pairing import preflight
 from dflash_mlx.pairing.preflight_target import check_target, target_spec
 from tests import checkpoints
-from tests.fake_hub import FakeHub
+from tests.fake_hub import FakeHub, hub_with
 from tests.folders import target_folder
 
 
@@ -39,12 +39,7 @@ TEXT = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 257}
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """With a target and a draft that belong together."""
-    made = FakeHub(tmp_path / "cache")
-    made.install(monkeypatch)
-    made.add("org/target", target_folder(tmp_path / "target"))
-    made.add("org/draft", checkpoints.v1(tmp_path / "draft"))
-    return made
+    return hub_with(tmp_path, monkeypatch, "org/target", "org/draft")
 
 
 def pair(target: str = "org/target", draft: str = "org/draft") -> tuple[Source, Source]:

@@ -24,6 +24,7 @@ from dflash_mlx.cli import INTERRUPTED, LoadingBar, noted_warnings
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.draft.formats_shapes import expected_shapes
 from dflash_mlx.draft.quantize import is_packable
+from dflash_mlx.errors import Interrupted
 from dflash_mlx.files import check_space
 from dflash_mlx.pairing.registry import DEMO
 from dflash_mlx.targets import target_for
@@ -33,7 +34,7 @@ from dflash_mlx.training.asked import DECIDING, FILE, asked_of
 from dflash_mlx.training.dataset import Dataset
 from dflash_mlx.training.held_out import HeldOut, NothingHeldOut, held_out, positions_in
 from dflash_mlx.training.initialise import FeatureScales
-from dflash_mlx.training.interrupts import Interrupted, Interrupts, Stopped
+from dflash_mlx.training.interrupts import Interrupts, Stopped
 from dflash_mlx.training.judging import Judge
 from dflash_mlx.training.log import Log, plain
 from dflash_mlx.training.memory import estimate, memory_here

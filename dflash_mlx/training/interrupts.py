@@ -9,17 +9,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from dflash_mlx.errors import Interrupted
 from dflash_mlx.hang_up import let_go, terminals
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended what ran. status: the exit status that says so, 128 and its number."""
-
-    def __init__(self, text: str = "", number: int = signal.SIGINT) -> None:
-        super().__init__(text)
-        self.status = 128 + number
 
 
 class Stopped(Interrupted):

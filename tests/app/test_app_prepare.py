@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from dflash_mlx.app.prepare import prepare
 from dflash_mlx.errors import CheckpointError, FetchError, IncompatiblePair
 from dflash_mlx.machine import Machine
 from tests import checkpoints
-from tests.fake_hub import FakeHub
+from tests.fake_hub import FakeHub, hub_with
 from tests.folders import target_folder
 
 
 def options(**changes: Any) -> Mapping[str, Any]:
-    left_out = ("model", "launched_at", "number", "insist")
-    return {name: value for name, value in asdict(LoadModel(**changes)).items() if name not in left_out}
+    return LoadModel(**changes).options
 
 
 def silent(text: str, share: float | None) -> None:
@@ -36,11 +34,7 @@ def silent(text: str, share: float | None) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    made = FakeHub(tmp_path / "cache")
-    made.install(monkeypatch)
-    made.add("org/target", target_folder(tmp_path / "target"))
-    made.add("org/draft", checkpoints.v1(tmp_path / "draft"))
-    return made
+    return hub_with(tmp_path, monkeypatch, "org/target", "org/draft")
 
 
 def test_a_name_with_a_typo_is_known_to_be_one(hub: FakeHub, tmp_path: Path) -> None:

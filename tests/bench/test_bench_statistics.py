@@ -77,6 +77,12 @@ def test_plain_steps_are_not_cycles_that_drafted() -> None:
     assert found.cycle_efficiency == 6 / 8
 
 
+def test_efficiency_is_of_what_was_verified() -> None:
+    """Blocks may have several widths: two cycles, of 4 tokens and of 2, that gave 2 each."""
+    found = Acceptance.of(dflash(FakeClock(), script=((3, 1), (1, 1))).run(prompt("one"), Limits()))
+    assert found is not None and found.cycle_efficiency == 4 / 6
+
+
 def test_acceptance_of_a_server_that_tells_totals_only() -> None:
     """Without cycles there is no histogram, and no guess at one."""
     whole = dflash(FakeClock()).run(prompt("one"), Limits())
